@@ -135,7 +135,7 @@ def _show_history(page: Page, url: str) -> None:
     page.get_by_role("button", name=COLD, exact=True).click()
     history = page.get_by_role("region", name=f"The last hour of {COLD}")
     history.get_by_label("A point for each").select_option("1")
-    history.get_by_role("region", name="Phases of cold starts").wait_for()
+    history.get_by_role("region", name="Phases of the time to the first token").wait_for()
     history.screenshot(path=IMAGES / "console-history.png")
 
 

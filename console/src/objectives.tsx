@@ -1,10 +1,11 @@
-// A model in the last hour: met objectives, times to the first token and phases of cold starts; and its cost by hour.
+// A model in the last hour: met objectives, times to the first token and their phases; and its cost by hour.
 
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { admin, inPath } from "./api";
 import { counted, duration, optional } from "./format";
 import { amount } from "./money";
 import { Alert } from "./parts";
+import { PhasesOverTime, PhaseValues, type PhasePoint } from "./phases";
 import { Lines, Stacks, type Series } from "./series";
 import { usage, type Cost } from "./usage";
 
@@ -14,13 +15,11 @@ interface Ttft {
   p99_ms: number | null;
 }
 
-interface Point {
-  at: number;
+interface Point extends PhasePoint {
   warm: Ttft;
   cold: Ttft;
   judged: number;
   met: number;
-  phases_ms: Record<string, number>;
 }
 
 interface History {
@@ -41,7 +40,6 @@ const REFRESH_MS = 15_000;
 const STEPS = [1, 5, 15];
 const COST_HOURS = 24;
 const HOUR_S = 3600;
-const COLOURS = ["--weights", "--kv", "--process", "--parked", "--executor", "--reusable", "--rest", "--bad"];
 
 /** Costs of a model by hour; null: the mesh has no prices. */
 async function readCosts(name: string): Promise<Costs | null> {
@@ -118,7 +116,6 @@ function Charts({ history, costs }: { history: History; costs: Costs | null }) {
     ],
     [points],
   );
-  const phases = useMemo(() => stacked(history), [history]);
   const since = history.since > points[0]!.at ? ` Counted since ${new Date(history.since * 1000).toLocaleTimeString()} in full.` : "";
   const served = whole.cold.requests + whole.warm.requests;
   return (
@@ -140,12 +137,7 @@ function Charts({ history, costs }: { history: History; costs: Costs | null }) {
             <Lines label="Percentiles of the time to the first token, cold and warm. The table below has the values." at={at} stepS={stepS} series={ttft} format={duration} logarithmic />
           </section>
         )}
-        {phases.length > 0 && (
-          <section aria-label="Phases of cold starts">
-            <h3>Phases of cold starts</h3>
-            <Stacks label="Mean time of each phase of cold starts. The table below has the values of the hour." at={at} stepS={stepS} series={phases} format={duration} />
-          </section>
-        )}
+        <PhasesOverTime points={points} whole={whole} at={at} stepS={stepS} />
         {costs && (
           <section aria-label="Cost by hour">
             <h3>Cost of the last {COST_HOURS} hours in {costs.currency}</h3>
@@ -160,20 +152,8 @@ function Charts({ history, costs }: { history: History; costs: Costs | null }) {
 
 const sum = (values: (number | null)[]): number => values.reduce<number>((total, value) => total + (value ?? 0), 0);
 
-/** A series for each phase of the hour's cold starts, the longest first. */
-function stacked({ points, whole }: History): Series[] {
-  const names = Object.keys(whole.phases_ms).sort((a, b) => whole.phases_ms[b]! - whole.phases_ms[a]!);
-  const shown = names.slice(0, COLOURS.length - 1);
-  const rest = names.slice(COLOURS.length - 1);
-  const series = shown.map((name, i) => ({ label: name, colour: COLOURS[i]!, values: points.map((p) => p.phases_ms[name] ?? 0) }));
-  if (!rest.length) return series;
-  const others = points.map((p) => rest.reduce((total, name) => total + (p.phases_ms[name] ?? 0), 0));
-  return [...series, { label: "other", colour: COLOURS[COLOURS.length - 1]!, values: others }];
-}
-
 function Values({ points, whole }: { points: Point[]; whole: Point }) {
   const used = points.filter((p) => p.judged || p.cold.requests || p.warm.requests).reverse();
-  const phases = Object.entries(whole.phases_ms).sort(([, a], [, b]) => b - a);
   const line = (title: string, p: Point) => (
     <tr key={title}>
       <th scope="row">{title}</th>
@@ -200,15 +180,7 @@ function Values({ points, whole }: { points: Point[]; whole: Point }) {
           </tbody>
         </table>
       </div>
-      {phases.length > 0 && (
-        <table>
-          <caption>Mean of a cold start in this hour, by phase of the critical path</caption>
-          <thead><tr><th scope="col">Phase</th><th scope="col">Mean</th></tr></thead>
-          <tbody>
-            {phases.map(([phase, ms]) => <tr key={phase}><th scope="row">{phase}</th><td class="number">{duration(ms)}</td></tr>)}
-          </tbody>
-        </table>
-      )}
+      <PhaseValues whole={whole} />
     </div>
   );
 }

@@ -117,7 +117,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     ledger = Ledger(engine, settings.price_list)
     held = HeldMemory(ledger, loop.state, term.epoch, policy.node_lost_after_s)
     await held.load()
-    handlers = Handlers(mesh, loop, repository, ledger, policy, name, migrations, held)
+    handlers = Handlers(mesh, loop, repository, ledger, policy, name, migrations, held, metrics.suspension)
     is_wanted = partial(is_current, loop.state)
     outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout, migrations, is_wanted)
     outbox.reconcile(m.card for m in loop.state.models.values())

@@ -38,6 +38,7 @@ from services.scheduler.domain.events import (
     WakeRequested,
 )
 from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.suspensions import SuspensionStep, SuspensionWatch
 from services.scheduler.explain import Explainer
 from services.scheduler.loop import SchedulerLoop
 from services.scheduler.views import view
@@ -99,6 +100,7 @@ class Handlers:
         name: str,
         migrations: Migrations,
         held: HeldMemory,
+        on_suspension: Callable[[SuspensionStep], None],
     ) -> None:
         self._mesh = mesh
         self._loop = loop
@@ -107,6 +109,8 @@ class Handlers:
         self.spending = Spending(ledger)
         self._held = held
         self._statuses = NodeStatuses()
+        self._suspensions = SuspensionWatch()
+        self._on_suspension = on_suspension
         self._policy = policy
         self._name = name
         self._explainer = Explainer(mesh, loop.state, repository, policy, migrations)
@@ -167,15 +171,21 @@ class Handlers:
     async def _node_status(self, status: NodeStatus) -> None:
         now = clock.now()
         self._statuses.on_status(status)
-        self._held.on_status(status, now)
+        self._measure(status, now)
         self._loop.post(NodeStatusReceived(now, status))
 
     async def _node_changes(self, changes: NodeChanges) -> None:
         now = clock.now()
         status = self._statuses.on_changes(changes)
         if status is not None:
-            self._held.on_status(status, now)
+            self._measure(status, now)
             self._loop.post(NodeStatusReceived(now, status, frozenset(i.instance_id for i in changes.instances)))
+
+    def _measure(self, status: NodeStatus, now: float) -> None:
+        """Charge what the node holds, and record its suspensions, which decide nothing."""
+        self._held.on_status(status, now)
+        for step in self._suspensions.on_status(status):
+            self._on_suspension(step)
 
     async def _loader_status(self, status: LoaderStatus) -> None:
         self._loop.post(LoaderStatusReceived(clock.now(), status))

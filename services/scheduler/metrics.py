@@ -13,6 +13,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
 from services.scheduler.domain.state.volatile import Presence
+from services.scheduler.domain.suspensions import SuspensionStep, parked_bytes
 from shared.contracts.loader import DeviceMemory, LoaderStatus
 from shared.contracts.node import NodeStatus
 from shared.contracts.plans import PlanRecord
@@ -53,6 +54,13 @@ class Metrics:
         self._clearing = meter.create_counter("thaw.plan.clearing", "s", "From decisions until their victims' memory was free.")
         self._restarts = meter.create_counter("thaw.plan.restarts", "s", "Starts that preemptions or migrations for others caused.")
         self._phases = seconds("thaw.plan.phase", "Measured phases of plans.")
+        self._suspensions = {
+            "suspend": seconds("thaw.suspend", "Suspensions of engines, until their memory is given back."),
+            "resume": seconds("thaw.resume", "Resumptions of suspended engines, until they answer."),
+        }
+        meter.create_observable_gauge(
+            "thaw.suspended", [self._snapshots_by_model], "By", "Suspended engines of a model on a node, by thaw.place: host, swap."
+        )
         meter.create_observable_gauge("thaw.device.memory", [self._memory], "By", "Pages of a device, by state.")
         meter.create_observable_gauge(
             "thaw.device.violations", [self._violations], "{violation}", "Of conservation of a device's pages; 0 in a correct node."
@@ -113,6 +121,21 @@ class Metrics:
         self._took(chosen.took_ms / 1e3, names)
         self._error(abs(chosen.error_ms) / 1e3, names)
         self._bias.add(max(0.0, chosen.error_ms) / 1e3, names)
+
+    def suspension(self, step: SuspensionStep) -> None:
+        """Record a suspension or resumption that is over."""
+        names = {"gen_ai.request.model": step.model, "thaw.node": step.node, "thaw.way": step.way}
+        self._suspensions[step.kind](step.took_ms / 1e3, names)
+
+    def _snapshots_by_model(self, _: CallbackOptions) -> Iterator[Observation]:
+        for status in self._statuses():
+            sums: Counter[tuple[str, str]] = Counter()
+            for instance in status.instances:
+                if instance.state.parked:
+                    sums.update({(instance.model, place): nbytes for place, nbytes in parked_bytes(instance).items()})
+            for (model, place), nbytes in sums.items():
+                names = {"gen_ai.request.model": model, "thaw.node": status.node, "thaw.place": place}
+                yield Observation(nbytes, names)
 
     def _memory(self, _: CallbackOptions) -> Iterator[Observation]:
         for names, m in self._by_device():

@@ -1,7 +1,8 @@
 """Latencies of a model's requests in the last hour, which gateways keep and ask each other for.
 
-Times to the first token are counted in bins of equal ratio, so that the counts of several gateways
-add up: bin `i` has the times from 2^(i/8) to 2^((i+1)/8) ms.
+Times are counted in bins of equal ratio, so that the counts of several gateways add up: bin `i` of
+times to the first token has those from 2^(i/8) to 2^((i+1)/8) ms. Bins of phases are the same in
+units of 1/1024 ms: a phase of a warm request is often shorter than a millisecond.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from shared.contracts.phases import Phase
 BINS_PER_DOUBLING = 8
 MAX_BIN = 24 * BINS_PER_DOUBLING - 1
 """The last bin also has all times above it, which is more than four hours."""
+PHASE_UNITS_PER_MS = 1024
+MAX_PHASE_BIN = 34 * BINS_PER_DOUBLING - 1
 HISTORY_MINUTES = 60
+
+Bins = dict[int, int]
+"""Requests by bin."""
 
 
 class MinuteLatencies(Frozen):
@@ -29,14 +35,18 @@ class MinuteLatencies(Frozen):
         judged: Requests that count for the model's objective.
         met: The part of them that met it.
         phases_ms: Milliseconds on the critical path of the requests of `cold`, by phase.
+        warm_phases: Requests of `warm` whose critical path has a phase, by bin of its length.
+        cold_phases: The same for `cold`.
     """
 
     minute: int = Field(ge=0)
-    warm: dict[int, int] = Field(default_factory=dict, max_length=MAX_BIN + 1)
-    cold: dict[int, int] = Field(default_factory=dict, max_length=MAX_BIN + 1)
+    warm: Bins = Field(default_factory=dict, max_length=MAX_BIN + 1)
+    cold: Bins = Field(default_factory=dict, max_length=MAX_BIN + 1)
     judged: int = Field(default=0, ge=0)
     met: int = Field(default=0, ge=0)
     phases_ms: dict[Phase, float] = Field(default_factory=dict)
+    warm_phases: dict[Phase, Bins] = Field(default_factory=dict)
+    cold_phases: dict[Phase, Bins] = Field(default_factory=dict)
 
 
 class ViewLatencies(Request):
@@ -70,12 +80,26 @@ class TtftSummary(Frozen):
     p99_ms: float | None = None
 
 
+class PhaseSummary(Frozen):
+    """A phase of the time to the first token, accurate to 5 %.
+
+    Attributes:
+        requests: Those whose critical path has the phase; the percentiles are among them.
+    """
+
+    requests: int
+    p50_ms: float
+    p99_ms: float
+
+
 class LatencyPoint(Frozen):
     """Requests that ended in one interval.
 
     Attributes:
         at: Begin of the interval in Unix seconds.
         phases_ms: Mean milliseconds of each phase on the critical path of a cold request.
+        warm_phases: Phases on the critical path of the requests of `warm`.
+        cold_phases: The same for `cold`.
     """
 
     at: int
@@ -84,6 +108,8 @@ class LatencyPoint(Frozen):
     judged: int = 0
     met: int = 0
     phases_ms: dict[Phase, float] = Field(default_factory=dict)
+    warm_phases: dict[Phase, PhaseSummary] = Field(default_factory=dict)
+    cold_phases: dict[Phase, PhaseSummary] = Field(default_factory=dict)
 
 
 class LatencyHistory(Frozen):

@@ -76,6 +76,14 @@ class RequestTrace(Message):
     critical_path: tuple[CriticalSegment, ...] = ()
     handovers: tuple[HandoverTrace, ...] = ()
 
+    @property
+    def phases_ms(self) -> dict[Phase, float]:
+        """Milliseconds of the time to the first token by phase; they add up to it."""
+        found: dict[Phase, float] = {}
+        for segment in self.critical_path:
+            found[segment.phase] = found.get(segment.phase, 0.0) + segment.duration_ms
+        return found
+
 
 class TracePage(Frozen):
     """Traces of requests in the order in which they were written.

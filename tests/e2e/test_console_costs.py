@@ -152,21 +152,45 @@ def test_models_show_objectives_latencies_phases_and_costs_over_time(
     for text, expected in zip((*shown[2:4], *shown[5:]), (cold, cold, *warm), strict=True):
         printed, rounding = milliseconds(text)
         assert printed == pytest.approx(expected, rel=0, abs=HALF_A_BIN * expected + rounding)
-    for chart in ("Objective met", "Times to the first token", "Phases of cold starts", "Cost by hour"):
+    for chart in ("Objective met", "Times to the first token", "Phases of the time to the first token", "Cost by hour"):
         expect(history.get_by_role("region", name=chart).locator("canvas")).to_be_visible()
     cost = history.get_by_role("img", name=re.compile("^Cost by hour"))
     amounts = [amount(text.strip(",")) for text in re.findall(r"[\d.,]+(?= EUR|,)", cost.get_attribute("aria-label") or "")]
     # Each has a rounding of its own, of half a unit of its last digit.
     rounded = sum((Decimal((0, (5,), int(printed.as_tuple().exponent) - 1)) for printed in amounts if printed), Decimal(0))
     assert abs(sum(amounts) - used_by(admin, model)[1]) <= rounded
-    phases = {
-        row.locator("th").inner_text()
-        for row in history.get_by_role("table", name=re.compile("^Mean of")).locator("tbody tr").all()
-    }
-    assert phases == {s["phase"] for t in traces if t["cold"] for s in t["critical_path"]}
+    by_phase = history.get_by_role("region", name="Table of phases")
+    shown_phases = [row.locator("th, td").all_inner_texts() for row in by_phase.locator("tbody tr").all()]
+    for start, found in (("cold", [t for t in traces if t["cold"]]), ("warm", [t for t in traces if not t["cold"]])):
+        expected_ms = phases_of(found)
+        rows = {row[0]: row[2:] for row in shown_phases if row[1] == start}
+        assert {phase: int(row[0]) for phase, row in rows.items()} == {phase: len(ms) for phase, ms in expected_ms.items()}
+        for phase, row in rows.items():
+            for text, expected in zip(row[1:3], (expected_ms[phase][0], expected_ms[phase][-1]), strict=True):
+                printed, rounding = milliseconds(text)
+                assert printed == pytest.approx(expected, rel=0, abs=HALF_A_BIN * expected + rounding), (start, phase)
+    over_time = history.get_by_role("region", name="Phases of the time to the first token")
+    for of in ("cold starts, p99", "cold starts, mean", "warm requests, p50", "warm requests, p99"):
+        over_time.get_by_role("combobox").select_option(label=of)
+        expect(over_time.get_by_role("img", name=re.compile(f"^Phases of {of}"))).to_be_visible()
+        kind = "cold" if of.startswith("cold") else "warm"
+        legend = over_time.locator(".u-series .u-label")
+        expect(legend).to_have_count(1 + min(8, sum(row[1] == kind for row in shown_phases)))
     history.get_by_label("A point for each").select_option("1")
     expect(table.get_by_role("row", name=re.compile("^the hour"))).to_contain_text(f"{met} of 3")
     assert serious_findings(page) == []
+
+
+def phases_of(traces: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return each request's milliseconds of each phase of its critical path, ascending."""
+    found: dict[str, list[float]] = {}
+    for trace in traces:
+        sums: dict[str, float] = {}
+        for segment in trace["critical_path"]:
+            sums[segment["phase"]] = sums.get(segment["phase"], 0.0) + segment["duration_ms"]
+        for phase, ms in sums.items():
+            found.setdefault(phase, []).append(ms)
+    return {phase: sorted(ms) for phase, ms in found.items()}
 
 
 def used_by(admin: httpx.Client, model: str) -> tuple[int, Decimal]:

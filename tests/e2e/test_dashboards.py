@@ -1,13 +1,16 @@
-"""Dashboards and alert rules, evaluated by a real Prometheus that scrapes a real mesh."""
+"""Dashboards and alert rules, evaluated by a real Prometheus that scrapes a real mesh.
+
+Two nodes have room for one model each, and one of them has a device with separate memory. Models
+are evicted, preempted and moved there, so that every panel has data; tests/e2e/test_suspend.py has
+the panels of suspensions.
+"""
 
 from __future__ import annotations
 
-import json
-import shutil
+import re
 import subprocess
+import time
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,110 +18,192 @@ import openai
 import pytest
 import yaml
 
+from shared.contracts.models import ModelSpec
+from shared.contracts.phases import Phase
 from shared.ports import free_port
-from tests.support.launcher import ROOT, Thaw, until
+from shared.sizing import need_of
+from tests.support.launcher import ROOT, running, until
+from tests.support.moving import Roomy, Stream, body
+from tests.support.otlp import OtlpReceiver
+from tests.support.paced_zygote import Pace
+from tests.support.prometheus import DASHBOARD, OBSERVABILITY, PANELS, SUSPENSION_PANELS, Prometheus, needs_prometheus
+from thaw.cli.demo import card_of
+from thaw.demo.models import make_demo_model
 
-SHARED = True
-OBSERVABILITY = ROOT / "compose" / "observability"
-DASHBOARD = json.loads((OBSERVABILITY / "grafana" / "dashboards" / "thaw.json").read_text())
-PANELS = {panel["title"]: [t["expr"] for t in panel["targets"]] for panel in DASHBOARD["panels"]}
-WITHOUT_DATA = {
-    "Requests that met their objective": "no model of the mesh has an objective",
-    "Pages of devices with memory of their own": "its device has none",
-    "Share of weights that devices had already": "its device has none",
-    "Hand-offs of running requests": "no request was moved",
-    "Instances that left for starts, by model that started": "no instance was evicted",
-    "Clearing for starts, and restarts of preempted models": "no instance was evicted",
-}
-pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus is installed: apt-get install prometheus")
-
-
-class Prometheus:
-    """Debian's Prometheus with the rules of compose/observability, scraping a mesh every second."""
-
-    def __init__(self, folder: Path, targets: dict[str, str]) -> None:
-        config = yaml.safe_load((OBSERVABILITY / "prometheus.yml").read_text())
-        assert {job["job_name"] for job in config["scrape_configs"]} == targets.keys()
-        for job in config["scrape_configs"]:
-            job["static_configs"] = [{"targets": [targets[job["job_name"]]]}]
-        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-        config["rule_files"] = [str(OBSERVABILITY / "alerts.yml")]
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        self.url = f"http://127.0.0.1:{free_port()}"
-        self._log = (folder / "log").open("w")
-        self.process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address={self.url.removeprefix('http://')}",
-            ],
-            stdout=self._log,
-            stderr=self._log,
-        )
-        self._http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=30)
-
-    def read(self, path: str, **parameters: str) -> Any:
-        """Return the data of a request to its API."""
-        answer = self._http.get(path, params=parameters)
-        assert answer.is_success, answer.text
-        return answer.json()["data"]
-
-    def query(self, expression: str) -> list[Any]:
-        """Evaluate an expression of a panel; NaN counts as no value."""
-        found = self.read("/query", query=expression.replace("$__rate_interval", "5m"))["result"]
-        return [r for r in found if r["value"][1] != "NaN"]
-
-    def are_targets_up(self) -> bool:
-        """True once each target has been scraped.
-
-        Prometheus refuses requests until it has started.
-        """
-        try:
-            is_started = self._http.get(f"{self.url}/-/ready").is_success
-        except httpx.TransportError:
-            return False
-        return is_started and len(self.query("up == 1")) == 2
-
-    def close(self) -> None:
-        self._http.close()
-        self.process.terminate()
-        self.process.wait(60)
-        self._log.close()
+pytestmark = needs_prometheus
+MODELS = ("one", "two", "three")
+TTFT = "gen_ai_server_time_to_first_token_seconds"
 
 
 @pytest.fixture(scope="module")
-def prometheus(mesh: Thaw, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    targets = {"gateway": f"127.0.0.1:{mesh.port}", "scheduler": f"127.0.0.1:{mesh.environment['THAW_SCHEDULER_METRICS_PORT']}"}
-    server = Prometheus(tmp_path_factory.mktemp("prometheus"), targets)
+def receiver() -> Iterator[OtlpReceiver]:
+    receiver = OtlpReceiver()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="module")
+def mesh(receiver: OtlpReceiver, pace: Pace) -> Iterator[Roomy]:
+    mesh = Roomy(
+        THAW_SCHEDULER_METRICS_PORT=str(free_port()),
+        THAW_OTLP_ENDPOINT=receiver.grpc_url,
+        OTEL_BSP_SCHEDULE_DELAY="200",
+        THAW_PREEMPT_AFTER="0.5",
+        THAW_MIN_ACTIVE="0.2",
+        **pace.environment,
+    )
+    sources = {name: str(make_demo_model(mesh.home / "models" / name, "test", seed=i)) for i, name in enumerate(MODELS)}
+    room = int(1.5 * need_of(card_of(ModelSpec(name="one", source=sources["one"]))).total)
+    nodes = {"node-0": {"cpu:0": room, "cpu:1": {"size": "300MiB", "memory": "separate"}}, "node-1": {"cpu:0": room}}
+    models = [
+        {"name": "one", "source": sources["one"], "slo": {"ttft": "60s"}, "placement": {"devices": ["cpu:0"]}},
+        {"name": "two", "source": sources["two"], "placement": {"devices": ["node-0/cpu:0"]}},
+        {"name": "three", "source": sources["three"], "placement": {"devices": ["node-0/cpu:0"]}},
+        {"name": "apart", "source": sources["one"], "placement": {"devices": ["cpu:1"]}},
+    ]
+    with running(mesh, nodes, models):
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def prometheus(mesh: Roomy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    server = Prometheus(tmp_path_factory.mktemp("prometheus"), mesh)
     try:
-        until(server.are_targets_up, what="both targets are scraped")
         yield server
     finally:
         server.close()
 
 
-def test_every_panel_has_data(prometheus: Prometheus, client: openai.OpenAI, admin: httpx.Client) -> None:
-    """Every panel shows data, apart from those about what this mesh does not do."""
+class Traffic:
+    """Causes once what the panels show: a start for each reason, and requests of each kind."""
 
-    def start_cold() -> None:
-        """Cause what the panels show: a cold start, and a rejected request."""
-        admin.post("/models/one/sleep").raise_for_status()
-        assert admin.get("/cluster", headers={"authorization": "Bearer wrong"}).status_code == 401
-        client.chat.completions.create(model="one", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+    def __init__(self, mesh: Roomy, client: openai.OpenAI, admin: httpx.Client, pace: Pace) -> None:
+        self._mesh = mesh
+        self._client = client
+        self._admin = admin
+        self._pace = pace
 
-    def has_data(expression: str) -> bool:
-        if not prometheus.query(expression):
-            start_cold()  # a rate needs growth between two scrapes
-        return bool(prometheus.query(expression))
+    def __call__(self) -> None:
+        assert self._admin.get("/cluster", headers={"authorization": "Bearer wrong"}).status_code == 401
+        self._start_again("apart")
+        self._move_a_request()
+        self._preempt_by("two", "three")
 
-    assert PANELS.keys() >= WITHOUT_DATA.keys()
-    for title in PANELS.keys() - WITHOUT_DATA.keys():
-        for expression in PANELS[title]:
-            until(partial(has_data, expression), 60, f"{title} has data: {expression}")
-    for title in WITHOUT_DATA:
+    def _ask(self, model: str) -> None:
+        self._client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+
+    def _start_again(self, model: str) -> None:
+        self._admin.post(f"/models/{model}/sleep").raise_for_status()
+        self._ask(model)
+        self._ask(model)
+
+    def _move_a_request(self) -> None:
+        with self._pace.slowed():
+            stream = self._stream("one", tokens=60)
+            self._mesh.move_away(stream.request_id)
+        assert stream.result().error == ""
+
+    def _preempt_by(self, model: str, victim: str) -> None:
+        """A model takes the one device of both while the victim serves, which then starts again."""
+        with self._pace.slowed():
+            stream = self._stream(victim, tokens=20)
+            self._mesh.serving(victim)
+            self._ask(model)
+        assert stream.result().error == ""
+        self._ask(victim)
+
+    def _stream(self, model: str, tokens: int) -> Stream:
+        stream = Stream(self._mesh.url, body(model, max_tokens=tokens, ignore_eos=True)).start()
+        assert stream.opened.wait(120)
+        return stream
+
+
+@pytest.fixture(scope="module")
+def traffic(mesh: Roomy, pace: Pace) -> Iterator[Traffic]:
+    headers = {"authorization": f"Bearer {mesh.endpoints['admin_key']}"}
+    with (
+        openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=120, max_retries=2) as client,
+        httpx.Client(base_url=f"{mesh.url}/admin/v1", headers=headers, timeout=120) as admin,
+    ):
+        yield Traffic(mesh, client, admin, pace)
+
+
+def test_every_panel_has_data(prometheus: Prometheus, traffic: Traffic) -> None:
+    prometheus.await_data(PANELS.keys() - SUSPENSION_PANELS, traffic)
+    for title in SUSPENSION_PANELS:
         for expression in PANELS[title]:
             prometheus.query(expression)
+
+
+def test_phases_of_times_to_the_first_token_add_up_to_them(prometheus: Prometheus, traffic: Traffic) -> None:
+    traffic()
+
+    def total(metric: str) -> dict[tuple[str, str], float]:
+        found = prometheus.query(f"sum by (gen_ai_request_model, thaw_cold) ({metric}_sum)")
+        return {(r["metric"]["gen_ai_request_model"], r["metric"]["thaw_cold"]): float(r["value"][1]) for r in found}
+
+    def is_read() -> bool:
+        whole = total(TTFT)
+        return whole.keys() >= expected and total("thaw_ttft_phase_seconds") == pytest.approx(whole)
+
+    expected = {("apart", "true"), ("apart", "false"), ("one", "true"), ("two", "true")}
+    until(is_read, what=lambda: f"cold and warm requests: {total(TTFT)}, {total('thaw_ttft_phase_seconds')}")
+    phases = prometheus.query('count by (thaw_phase) (thaw_ttft_phase_seconds_count{thaw_cold="true"})')
+    named = {r["metric"]["thaw_phase"] for r in phases}
+    assert {Phase.CONTAINER, Phase.PREFILL} <= named <= set(Phase)
+
+
+def test_exemplars_name_traces_that_were_exported(prometheus: Prometheus, traffic: Traffic, receiver: OtlpReceiver) -> None:
+    traffic()
+    found: list[dict[str, Any]] = []
+
+    def are_stored() -> bool:
+        now = time.time()
+        times = {"start": str(now - 3600), "end": str(now + 60)}
+        found[:] = prometheus.read("/query_exemplars", query=f"{TTFT}_bucket", **times)
+        return {series["seriesLabels"]["thaw_cold"] for series in found} == {"true", "false"}
+
+    until(are_stored, what="exemplars of cold and warm requests")
+    [destination] = datasource("prometheus")["jsonData"]["exemplarTraceIdDestinations"]
+    exemplars = [(series["seriesLabels"], e) for series in found for e in series["exemplars"]]
+    exported = {span.trace_id.hex(): span.name for _, span in receiver.spans if span.name.startswith("chat ")}
+    for labels, exemplar in exemplars:
+        assert float(exemplar["value"]) <= float(labels["le"])
+        if labels["gen_ai_operation_name"] == "chat":
+            trace_id = exemplar["labels"][destination["name"]]
+            assert exported[trace_id] == f"chat {labels['gen_ai_request_model']}"
+
+
+def datasource(uid: str) -> dict[str, Any]:
+    """Return one of Grafana's data sources."""
+    path = OBSERVABILITY / "grafana" / "provisioning" / "datasources" / "prometheus.yml"
+    [found] = [d for d in yaml.safe_load(path.read_text())["datasources"] if d["uid"] == uid]
+    return dict(found)
+
+
+def test_exemplars_are_links_to_jaeger_as_browsers_reach_it() -> None:
+    """Grafana replaces variables of its environment, and `$$` by `$`."""
+    [destination] = datasource("prometheus")["jsonData"]["exemplarTraceIdDestinations"]
+    environment = yaml.safe_load((ROOT / "compose" / "compose.yaml").read_text())["services"]["grafana"]["environment"]
+    url = re.sub(r"\$(\$|\w+)", lambda found: "$" if found[1] == "$" else environment[found[1]], destination["url"])
+    assert url == "${THAW_JAEGER_URL:-http://127.0.0.1:16686}/trace/${__value.raw}"
+    shown = [panel["title"] for panel in DASHBOARD["panels"] if all(target.get("exemplar") for target in panel["targets"])]
+    assert shown == [title for title in PANELS if title.startswith("Time to the first token")]
+
+
+def test_panels_are_narrowed_to_the_chosen_models() -> None:
+    """Every panel with a line for each model heeds the dashboard's variable."""
+    [variable] = DASHBOARD["templating"]["list"]
+    assert (variable["name"], variable["allValue"]) == ("model", ".*")
+    by_model = [e for expressions in PANELS.values() for e in expressions if "by (" in e and "gen_ai_request_model" in e]
+    assert len(by_model) > 15
+    assert [e for e in by_model if 'gen_ai_request_model=~"$model"' not in e] == []
+
+
+def test_panels_have_ids_and_places_of_their_own() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}) == len(panels)
 
 
 def test_rules_are_evaluated_and_none_fires(prometheus: Prometheus) -> None:
@@ -131,33 +216,35 @@ def test_rules_are_evaluated_and_none_fires(prometheus: Prometheus) -> None:
     assert [rule["name"] for rule in rules() if rule["state"] == "firing"] == []
 
 
-def test_metrics_that_rules_and_panels_name_exist(prometheus: Prometheus) -> None:
-    """Metrics without data in this mesh are known all the same: their names are in the code."""
-    known = set(prometheus.read("/label/__name__/values"))
+def test_metrics_that_rules_and_panels_name_exist(prometheus: Prometheus, traffic: Traffic) -> None:
+    """Those of suspensions, which need swap, are in the code."""
+    code = (ROOT / "services" / "scheduler" / "metrics.py").read_text()
     later = {
-        "thaw_requests_objective_total": "thaw.requests.objective",
-        "thaw_device_memory_bytes": "thaw.device.memory",
-        "thaw_device_violations": "thaw.device.violations",
-        "thaw_device_reused_bytes_total": 'f"thaw.device.{name}"',
-        "thaw_device_copied_bytes_total": 'f"thaw.device.{name}"',
-        "thaw_requests_handed_over_total": "thaw.requests.handed_over",
-        "thaw_plan_victims_total": "thaw.plan.victims",
-        "thaw_plan_clearing_seconds_total": "thaw.plan.clearing",
-        "thaw_plan_restarts_seconds_total": "thaw.plan.restarts",
+        "thaw_suspend_seconds": '"thaw.suspend"',
+        "thaw_resume_seconds": '"thaw.resume"',
+        "thaw_suspended_bytes": '"thaw.suspended"',
     }
-    code = "".join((ROOT / "services" / s).read_text() for s in ("gateway/telemetry/metrics.py", "scheduler/metrics.py"))
+    assert [name for name in later.values() if name not in code] == []
     rules = [rule["query"] for group in prometheus.read("/rules")["groups"] for rule in group["rules"]]
-    for expression in (*rules, *(e for expressions in PANELS.values() for e in expressions)):
-        for name in _metrics_of(expression):
-            assert name in known or later[name] in code, name
+    named = {name for e in (*rules, *(e for queries in PANELS.values() for e in queries)) for name in metrics_of(e)}
+    assert len(named) > 40
+    unknown: set[str] = set()
+
+    def are_known() -> bool:
+        unknown.clear()
+        missing = named - set(prometheus.read("/label/__name__/values"))
+        unknown.update({name.removesuffix("_bucket").removesuffix("_count") for name in missing} - later.keys())
+        if unknown:
+            traffic()
+        return not unknown
+
+    until(are_known, what=lambda: f"Prometheus knows {sorted(unknown)}")
 
 
-def _metrics_of(expression: str) -> set[str]:
-    words = set()
-    for word in expression.replace("(", " ").replace(")", " ").replace("{", " ").replace("[", " ").split():
-        if word.startswith(("thaw_", "gen_ai_")) and word.endswith(("_total", "_bucket", "_sum", "_count", "_bytes", "_nodes")):
-            words.add(word)
-    return words
+def metrics_of(expression: str) -> list[str]:
+    """Return the names of metrics in an expression, without those of labels."""
+    without_labels = re.sub(r"\b(?:by|ignoring|without) ?\([^)]*\)|\{[^}]*\}", "", expression)
+    return re.findall(r"\b(?:thaw|gen_ai)_\w+", without_labels)
 
 
 def test_alerts_fire_as_described() -> None:

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.launcher import Thaw
+from shared.ports import free_port
+from tests.support.launcher import Thaw, until
 from tests.support.paging import skip_unless_able
+from tests.support.prometheus import SUSPENSION_PANELS, Prometheus, needs_prometheus
 from thaw.demo.models import make_demo_model
 
 
 @contextlib.contextmanager
 def home_with_a_model(options: str) -> Iterator[Thaw]:
     skip_unless_able()
-    thaw = Thaw(THAW_SUSPEND="auto")
+    thaw = Thaw(THAW_SUSPEND="auto", THAW_SCHEDULER_METRICS_PORT=str(free_port()))
     try:
         model = make_demo_model(thaw.home / "models" / "m", "60m")
         (thaw.home / "thaw.yaml").write_text(
@@ -68,6 +71,26 @@ def test_slept_model_wakes_with_the_same_process_and_output(mesh: Thaw) -> None:
     assert awake["last_resume"]["took_ms"] > 0
     plan = mesh.plan("m")
     assert plan["way"] == "restore"
+
+
+@needs_prometheus
+def test_dashboard_shows_suspensions_and_resumptions(mesh: Thaw, tmp_path: Path) -> None:
+    text(mesh)
+    with contextlib.closing(Prometheus(tmp_path, mesh)) as prometheus:
+
+        def suspend_and_resume() -> None:
+            text(mesh)
+            mesh.json("sleep", "m")
+
+        assert len(SUSPENSION_PANELS) == 3
+        prometheus.await_data(SUSPENSION_PANELS, suspend_and_resume)
+        counted = {kind: prometheus.query(f"sum(thaw_{kind}_seconds_count)")[0]["value"][1] for kind in ("suspend", "resume")}
+        (instance,) = (i for n in mesh.cluster()["nodes"] for i in n["instances"])
+        suspension = instance["suspension"]
+        in_swap = f'thaw_suspended_bytes{{thaw_place="swap"}} == {suspension["swap_bytes"]}'
+        until(lambda: bool(prometheus.query(in_swap)), what=f"Prometheus has the {suspension['swap_bytes']} bytes in swap")
+        assert 0 <= int(counted["suspend"]) - int(counted["resume"]) <= 1
+        assert suspension["resumes"] >= int(counted["resume"]) > 0
 
 
 def test_parked_models_are_suspended_before_their_first_request() -> None:

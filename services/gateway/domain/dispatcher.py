@@ -89,6 +89,10 @@ class Dispatcher:
         queue = self._queues.get(model)
         return len(queue.waiting) if queue else 0
 
+    def waiting_by_key(self) -> Counter[str]:
+        """Count the waiting requests of each key, of all models."""
+        return sum((queue.waiting_by_key() for queue in self._queues.values()), Counter())
+
     def count_in_flight(self, model: str) -> int:
         return self._in_flight[model].total() if model in self._in_flight else 0
 

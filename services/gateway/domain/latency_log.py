@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.contracts.latencies import (
     BINS_PER_DOUBLING,
     HISTORY_MINUTES,
     MAX_BIN,
+    MAX_PHASE_BIN,
+    PHASE_UNITS_PER_MS,
+    Bins,
     LatenciesViewed,
     LatencyHistory,
     LatencyPoint,
     MinuteLatencies,
+    PhaseSummary,
     TtftSummary,
 )
 from shared.contracts.phases import Phase
@@ -29,20 +33,65 @@ _MINUTE_S = 60
 
 def bin_of(ttft_ms: float) -> int:
     """Return the bin of a time to the first token."""
-    return min(MAX_BIN, math.floor(BINS_PER_DOUBLING * math.log2(ttft_ms))) if ttft_ms > 1.0 else 0
+    return _bin_of(ttft_ms, MAX_BIN)
+
+
+def phase_bin_of(phase_ms: float) -> int:
+    """Return the bin of a phase's length."""
+    return _bin_of(phase_ms * PHASE_UNITS_PER_MS, MAX_PHASE_BIN)
+
+
+def _bin_of(units: float, last: int) -> int:
+    return min(last, math.floor(BINS_PER_DOUBLING * math.log2(units))) if units > 1.0 else 0
 
 
 @dataclass(slots=True)
 class _Minute:
-    warm: dict[int, int] = field(default_factory=dict)
-    cold: dict[int, int] = field(default_factory=dict)
+    """What `MinuteLatencies` has; `entries` counts its bins and phases, for the bound of memory."""
+
+    warm: Bins = field(default_factory=dict)
+    cold: Bins = field(default_factory=dict)
     judged: int = 0
     met: int = 0
     phases_ms: dict[Phase, float] = field(default_factory=dict)
+    warm_phases: dict[Phase, Bins] = field(default_factory=dict)
+    cold_phases: dict[Phase, Bins] = field(default_factory=dict)
+    entries: int = _ENTRIES_OF_MINUTE
 
-    @property
-    def entries(self) -> int:
-        return _ENTRIES_OF_MINUTE + len(self.warm) + len(self.cold) + len(self.phases_ms)
+    def judge(self, *, is_met: bool) -> None:
+        self.judged += 1
+        self.met += is_met
+
+    def count(self, trace: RequestTrace, ttft_ms: float) -> None:
+        """Count a request with a first token, and the phases until then."""
+        self._count(self.cold if trace.cold else self.warm, bin_of(ttft_ms))
+        by_phase = self.cold_phases if trace.cold else self.warm_phases
+        for phase, ms in trace.phases_ms.items():
+            bins = by_phase.get(phase)
+            if bins is None:
+                bins = by_phase[phase] = {}
+                self.entries += 1
+            self._count(bins, phase_bin_of(ms))
+            if trace.cold:
+                self.phases_ms[phase] = self.phases_ms.get(phase, 0.0) + ms
+
+    def _count(self, bins: Bins, number: int) -> None:
+        before = bins.get(number, 0)
+        bins[number] = before + 1
+        self.entries += not before
+
+    def view(self, minute: int) -> MinuteLatencies:
+        """Return a copy as a message has it."""
+        return MinuteLatencies(
+            minute=minute,
+            warm=dict(self.warm),
+            cold=dict(self.cold),
+            judged=self.judged,
+            met=self.met,
+            phases_ms=dict(self.phases_ms),
+            warm_phases={phase: dict(bins) for phase, bins in self.warm_phases.items()},
+            cold_phases={phase: dict(bins) for phase, bins in self.cold_phases.items()},
+        )
 
 
 class LatencyLog:
@@ -80,15 +129,9 @@ class LatencyLog:
             self._entries += found.entries
         before = found.entries
         if is_met is not None:
-            found.judged += 1
-            found.met += is_met
+            found.judge(is_met=is_met)
         if trace.ttft_ms is not None:
-            bins = found.cold if trace.cold else found.warm
-            number = bin_of(trace.ttft_ms)
-            bins[number] = bins.get(number, 0) + 1
-            if trace.cold:
-                for segment in trace.critical_path:
-                    found.phases_ms[segment.phase] = found.phases_ms.get(segment.phase, 0.0) + segment.duration_ms
+            found.count(trace, trace.ttft_ms)
         self._entries += found.entries - before
         while self._entries > self._max_entries and len(self._minutes) > 1:
             self._drop_oldest()
@@ -97,9 +140,9 @@ class LatencyLog:
         """Return the first minute that is complete, and the counts of a model in the last hour."""
         self._expire(minute)
         found = tuple(
-            MinuteLatencies(minute=m, warm=dict(c.warm), cold=dict(c.cold), judged=c.judged, met=c.met, phases_ms=dict(c.phases_ms))
+            counted.view(m)
             for m in range(minute - HISTORY_MINUTES, minute + 1)
-            if (c := self._minutes.get((m, model))) is not None
+            if (counted := self._minutes.get((m, model))) is not None
         )
         return self._since, found
 
@@ -152,24 +195,46 @@ def _summarize(at: int, counted: Sequence[MinuteLatencies]) -> LatencyPoint:
         judged=sum(m.judged for m in counted),
         met=sum(m.met for m in counted),
         phases_ms={phase: round(ms / cold.requests, 1) for phase, ms in sums.items()} if cold.requests else {},
+        warm_phases=_summarize_phases(m.warm_phases for m in counted),
+        cold_phases=_summarize_phases(m.cold_phases for m in counted),
     )
 
 
-def _summarize_ttft(histograms: Iterable[dict[int, int]]) -> TtftSummary:
-    merged: dict[int, int] = {}
+def _summarize_phases(minutes: Iterable[Mapping[Phase, Bins]]) -> dict[Phase, PhaseSummary]:
+    by_phase: dict[Phase, list[Bins]] = {}
+    for phases in minutes:
+        for phase, bins in phases.items():
+            by_phase.setdefault(phase, []).append(bins)
+    return {phase: _summarize_phase(_merge(found)) for phase, found in by_phase.items()}
+
+
+def _summarize_phase(bins: Bins) -> PhaseSummary:
+    p50_ms, p99_ms = (round(_percentile(bins, share) / PHASE_UNITS_PER_MS, 3) for share in (0.5, 0.99))
+    return PhaseSummary(requests=sum(bins.values()), p50_ms=p50_ms, p99_ms=p99_ms)
+
+
+def _summarize_ttft(histograms: Iterable[Bins]) -> TtftSummary:
+    bins = _merge(histograms)
+    if not bins:
+        return TtftSummary()
+    p50_ms, p99_ms = (round(_percentile(bins, share), 2) for share in (0.5, 0.99))
+    return TtftSummary(requests=sum(bins.values()), p50_ms=p50_ms, p99_ms=p99_ms)
+
+
+def _merge(histograms: Iterable[Bins]) -> Bins:
+    merged: Bins = {}
     for bins in histograms:
         for number, count in bins.items():
             merged[number] = merged.get(number, 0) + count
-    total = sum(merged.values())
-    return TtftSummary(requests=total, p50_ms=_percentile(merged, total, 0.5), p99_ms=_percentile(merged, total, 0.99))
+    return merged
 
 
-def _percentile(bins: dict[int, int], total: int, share: float) -> float | None:
-    """Return the nearest-rank percentile, as the middle of its bin."""
-    rank = math.ceil(share * total)
+def _percentile(bins: Bins, share: float) -> float:
+    """Return the nearest-rank percentile of bins that are not empty, as the middle of its bin."""
+    rank = math.ceil(share * sum(bins.values()))
     reached = 0
     for number in sorted(bins):
         reached += bins[number]
         if reached >= rank:
-            return float(round(math.exp2((number + 0.5) / BINS_PER_DOUBLING), 2))
-    return None
+            break
+    return math.exp2((number + 0.5) / BINS_PER_DOUBLING)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import takewhile
@@ -116,6 +116,10 @@ class ModelQueue:
         self._remove(ticket)
         if is_in_order:
             self._class(ticket).clock.advance(ticket.start_tag)
+
+    def waiting_by_key(self) -> Counter[str]:
+        """Count the waiting requests of each key."""
+        return sum((found.waiting for found in self._classes.values()), Counter())
 
     def keys(self) -> set[str]:
         """Return the keys whose requests wait."""

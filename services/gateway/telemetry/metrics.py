@@ -1,4 +1,4 @@
-"""OpenTelemetry metrics with `gen_ai` names, exported as Prometheus text."""
+"""Metrics with OpenTelemetry's `gen_ai` names, exported as Prometheus or OpenMetrics text."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Iterable
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from services.gateway.domain.admission import Admission
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.telemetry.histogram import Histogram
 from services.gateway.telemetry.rejections import rejection_reason
+from shared.contracts.traces import RequestTrace
 from shared.errors import ThawError
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120)
 """Buckets up to two minutes: the convention ends at 10 s, where every cold start would be +Inf."""
+PHASE_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 45, 120)
 PER_TOKEN = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864)
 """Buckets of the convention for `gen_ai.client.token.usage`."""
@@ -38,9 +42,16 @@ class Metrics:
         self.duration = meter.create_histogram(
             "gen_ai.server.request.duration", "s", "Duration of a request.", explicit_bucket_boundaries_advisory=SECONDS
         )
-        self.ttft = meter.create_histogram(
-            "gen_ai.server.time_to_first_token", "s", "Time to the first token.", explicit_bucket_boundaries_advisory=SECONDS
+        labels = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "thaw_cold")
+        self._ttft = Histogram("gen_ai_server_time_to_first_token_seconds", "Time to the first token.", labels, SECONDS)
+        self._ttft_phases = Histogram(
+            "thaw_ttft_phase_seconds",
+            "Parts of the time to the first token: each phase of the request's critical path, by thaw.cold.",
+            ("gen_ai_request_model", "thaw_cold", "thaw_phase"),
+            PHASE_SECONDS,
         )
+        for histogram in (self._ttft, self._ttft_phases):
+            self._registry.register(histogram)
         self.tpot = meter.create_histogram(
             "gen_ai.server.time_per_output_token",
             "s",
@@ -92,11 +103,20 @@ class Metrics:
         def observe_waiting(_: CallbackOptions) -> Iterable[Observation]:
             return [Observation(dispatcher.count_waiting(m), {"gen_ai.request.model": m}) for m in dispatcher.models()]
 
+        def observe_keys(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(count, {"thaw.key": key}) for key, count in dispatcher.waiting_by_key().items()]
+
         def observe_in_flight(_: CallbackOptions) -> Iterable[Observation]:
             return [Observation(dispatcher.count_in_flight(m), {"gen_ai.request.model": m}) for m in dispatcher.models()]
 
         self._meter.create_observable_gauge(
             "thaw.queue.length", [observe_waiting], "{request}", "Requests that wait in this gateway's queue."
+        )
+        self._meter.create_observable_gauge(
+            "thaw.key.queue.length",
+            [observe_keys],
+            "{request}",
+            "Requests that wait in this gateway's queue, by the name of their API key.",
         )
         self._meter.create_observable_gauge(
             "thaw.requests.in_flight", [observe_in_flight], "{request}", "Requests sent to engines."
@@ -128,7 +148,6 @@ class Metrics:
                 self.pause.record(handoff.pause_ms / 1e3, kind)
         if stats.first_token_at is None:
             return
-        self.ttft.record(stats.first_token_at - ticket.arrived_at, names)
         usage, tpot_s = stats.usage, stats.tpot_s(request.completion.done_at)
         if tpot_s is not None:
             self.tpot.record(tpot_s, names)
@@ -137,6 +156,19 @@ class Metrics:
         self.tokens.record(usage.prompt_tokens, names | {"gen_ai.token.type": "input"})
         if request.engine_request.endpoint in ("chat", "completion"):
             self.tokens.record(usage.completion_tokens, names | {"gen_ai.token.type": "output"})
+
+    def record_ttft(self, trace: RequestTrace, *, is_sampled: bool) -> None:
+        """Record the time to the first token and its phases; no-op without a first token.
+
+        Args:
+            is_sampled: Its spans are exported, so that a trace can be found by its id.
+        """
+        if trace.ttft_ms is None:
+            return
+        is_cold, trace_id = "true" if trace.cold else "false", trace.trace_id if is_sampled else ""
+        self._ttft.record((_OPERATION[trace.endpoint], "thaw", trace.model, is_cold), trace.ttft_ms / 1e3, trace_id)
+        for phase, ms in trace.phases_ms.items():
+            self._ttft_phases.record((trace.model, is_cold, phase), ms / 1e3, trace_id)
 
     def record_rejection(self, error: ThawError, key: str) -> None:
         """Count a request that was rejected; no-op if `error` is a failure of another kind.
@@ -164,9 +196,14 @@ class Metrics:
     def record_objective(self, model: str, *, is_met: bool) -> None:
         self.objectives.add(1, {"gen_ai.request.model": model, "thaw.met": is_met})
 
-    def render(self) -> bytes:
-        text: bytes = generate_latest(self._registry)
-        return text
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all metrics and their content type.
+
+        Args:
+            accept: The request's header. Exemplars are in OpenMetrics only, as Prometheus wants it.
+        """
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
 
     def close(self) -> None:
         self._provider.shutdown()

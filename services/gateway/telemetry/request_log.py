@@ -135,6 +135,7 @@ class RequestLog:
         record_phases(own, set_span_in_context(origin.span))
         self._end_span(request, origin, status)
         trace = self._trace(request, origin, spans, status, now)
+        self.metrics.record_ttft(trace, is_sampled=origin.span.get_span_context().trace_flags.sampled)
         self._enqueue(trace)
         log.info(
             "request finished",

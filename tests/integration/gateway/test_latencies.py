@@ -55,6 +55,11 @@ async def test_latencies_of_all_gateways_add_up(node: FakeNode, serve: ServeFn, 
             assert found.whole.warm.p99_ms == pytest.approx(max(warm), rel=0.05, abs=0.15)
             assert (found.whole.judged, found.whole.met) == (4, 4)
             assert sum(found.whole.phases_ms.values()) == pytest.approx(ttft_ms, rel=0.01, abs=0.2)
+            cold_phases, warm_phases = found.whole.cold_phases, found.whole.warm_phases
+            assert {phase: p.p99_ms for phase, p in cold_phases.items()} == {
+                phase: pytest.approx(ms, rel=0.05, abs=0.1) for phase, ms in found.whole.phases_ms.items()
+            }
+            assert max(p.requests for p in warm_phases.values()) == 3
             assert sum(p.judged for p in found.points) == 4
             assert len(found.points) == 12
         await node.engine("late")

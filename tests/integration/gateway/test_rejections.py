@@ -43,6 +43,7 @@ async def test_every_limit_is_counted_with_the_name_of_the_key(serve: ServeFn, n
         assert await send(served, "viewer", "hasty") == 403
         waiting = asyncio.create_task(send(served, "single", "beta"))
         await until(lambda: _waits(served, "beta"))
+        assert 'thaw_key_queue_length{thaw_key="single"} 1.0' in (await served.http.get("/metrics")).text
         assert await send(served, "single") == 429
         await node.engine("beta")
         assert await waiting == 200

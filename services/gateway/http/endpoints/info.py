@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -63,7 +62,8 @@ class Info:
         return json_response(state, 503 if faults else 200)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._gateway.request_log.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        text, content_type = self._gateway.request_log.metrics.render(request.headers.get("accept", ""))
+        return Response(text, media_type=content_type)
 
     async def openapi(self, request: Request) -> Response:
         return json_response(document())

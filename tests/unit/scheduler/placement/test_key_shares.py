@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -25,7 +25,7 @@ ONE = 400 * MIB
 """Room for one model of 324 MiB."""
 
 
-def wait(w: World, wanted: dict[str, Sequence[KeyDemand]]) -> None:
+def wait(w: World, wanted: Mapping[str, Sequence[KeyDemand]]) -> None:
     """One gateway reports the waiting requests of models, by model."""
     w.send(DemandBatch(w.now, tuple(demand_of(model, *keys, now=w.now) for model, keys in wanted.items())))
 
@@ -43,7 +43,7 @@ def starting(model: str) -> Instance:
     return Instance(f"i-{model}", "p", model, 1, "r", "n", ("cpu:0",), 1, 1, 0, 0.0, 0.0)
 
 
-def serve(w: World, wanted: dict[str, Sequence[KeyDemand]], served: int) -> list[str]:
+def serve(w: World, wanted: Mapping[str, Sequence[KeyDemand]], served: int) -> list[str]:
     """Serve the models one after the other on one device; return their order.
 
     A model is ready at once, and its requests have finished when it may leave.

@@ -178,7 +178,9 @@ class Handlers:
             self._loop.post(NodeStatusReceived(now, status, frozenset(i.instance_id for i in changes.instances)))
 
     async def _loader_status(self, status: LoaderStatus) -> None:
-        self._loop.post(LoaderStatusReceived(clock.now(), status))
+        now = clock.now()
+        self._held.on_loader_status(status, now)
+        self._loop.post(LoaderStatusReceived(now, status))
 
     async def _demand(self, demand: Demand) -> Message:
         at = clock.now()

@@ -15,8 +15,8 @@ from pydantic import ConfigDict, Field
 from shared.contracts.base import Frozen
 
 DeviceKind = Literal["cpu", "cuda"]
-MemoryKind = Literal["cpu", "cuda", "host"]
-"""Memory of devices by their kind; host: that of a node, for suspended engines."""
+MemoryKind = Literal["cpu", "cuda", "host", "cache"]
+"""Memory of devices by their kind; of a node, host: for suspended engines, cache: for weights."""
 GIB_HOUR = float(2**30 * 3600)
 """Byte-seconds of a GiB-hour."""
 Amount = Annotated[Decimal, Field(ge=0, le=10**9, max_digits=21, decimal_places=12)]
@@ -66,7 +66,8 @@ class Prices(Frozen):
         clearing_seconds: Price of a second of one device while a start waits for its victims to
             leave, beside `device_seconds`, by its kind.
         gib_hours: Price of a GiB held for an hour, by the kind of the memory: of devices (cpu,
-            cuda), or host memory and swap that suspended engines take (host).
+            cuda), host memory and swap that suspended engines take (host), or host memory with
+            weights that no instance uses (cache).
         models: Other prices of tokens for models by name or pattern; the first that matches holds.
     """
 

@@ -33,18 +33,16 @@ async def record_background(
 
     Args:
         connection: A transaction that is guarded by the leader's epoch.
-        readings: At most one of each instance and plan.
+        readings: At most one of each engine and plan.
         hour: The present hour, in which the work is recorded.
         owner: Returns the key that pays for a model's work without a request.
     """
-    news = {(r.instance_id, r.plan_id): r for r in readings}
-    known = await _read_known(connection, {instance_id for instance_id, _ in news})
+    news = {(r.engine, r.plan_id): r for r in readings}
+    known = await _read_known(connection, {engine for engine, _ in news})
     models = await _read_models(connection, {plan_id for _, plan_id in news if plan_id})
     amounts: dict[tuple[int, str, str, str, str], int] = {}
     for name, r in news.items():
-        before = known.get(name, 0)
-        # An engine that was restarted under its instance's id counts from 0 again.
-        if more := r.us - before if r.us >= before else r.us:
+        if (more := r.us - known.get(name, 0)) > 0:
             row = (hour, owner(models.get(r.plan_id, r.model)), r.model, r.plan_id, r.device_kind)
             amounts[row] = amounts.get(row, 0) + more
     if amounts:
@@ -59,17 +57,15 @@ async def record_background(
         reading = insert(tables.background_readings)
         latest = {"us": reading.excluded.us, "hour": reading.excluded.hour}
         await connection.execute(
-            reading.on_conflict_do_update(index_elements=["instance_id", "plan_id"], set_=latest),
-            [{"instance_id": i, "plan_id": p, "us": r.us, "hour": hour} for (i, p), r in news.items()],
+            reading.on_conflict_do_update(index_elements=["engine", "plan_id"], set_=latest),
+            [{"engine": engine, "plan_id": plan_id, "us": r.us, "hour": hour} for (engine, plan_id), r in news.items()],
         )
 
 
-async def _read_known(connection: AsyncConnection, instances: set[str]) -> dict[tuple[str, str], int]:
+async def _read_known(connection: AsyncConnection, engines: set[str]) -> dict[tuple[str, str], int]:
     table = tables.background_readings
-    rows = await connection.execute(
-        select(table.c.instance_id, table.c.plan_id, table.c.us).where(table.c.instance_id.in_(instances))
-    )
-    return {(instance_id, plan_id): int(us) for instance_id, plan_id, us in rows}
+    rows = await connection.execute(select(table.c.engine, table.c.plan_id, table.c.us).where(table.c.engine.in_(engines)))
+    return {(engine, plan_id): int(us) for engine, plan_id, us in rows}
 
 
 async def _read_models(connection: AsyncConnection, plan_ids: set[str]) -> dict[str, str]:

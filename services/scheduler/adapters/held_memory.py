@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass, field
 
 from services.scheduler.adapters.ledger import HeldBatch, Ledger
-from services.scheduler.domain.background_work import BackgroundReading, list_background
+from services.scheduler.domain.background_work import BackgroundReading, find_processes, list_background
 from services.scheduler.domain.holdings import HOUR_S, Charge, Holding, charge, list_cached, list_holdings
 from services.scheduler.domain.state.cluster import ClusterState
 from shared.contracts.loader import LoaderStatus
@@ -25,6 +25,10 @@ _PLANS_SINCE_S = 3600.0
 """Plans of starts that are looked at: a start that takes longer is charged by the next leader."""
 
 
+_GIVEN_UP_AFTER_S = 1800.0
+"""The owner pays for a start for which no request was recorded within it; a later one shares it."""
+
+
 @dataclass(slots=True)
 class _Node:
     """`since`: the node's memory is charged, here or in the ledger, up to this time."""
@@ -35,6 +39,7 @@ class _Node:
     held: tuple[Holding, ...] | None = None
     opened_at: float = 0.0
     charges: dict[Charge, float] = field(default_factory=dict)
+    processes: dict[str, int] = field(default_factory=dict)
     readings: frozenset[BackgroundReading] = frozenset()
 
 
@@ -70,8 +75,9 @@ class HeldMemory:
         node = self._find(status.node, now)
         if node.boot_id == status.boot_id and status.seq < node.seq:
             return
-        readings = frozenset(list_background(status))
-        self._readings |= {(r.instance_id, r.plan_id): r for r in readings - node.readings}
+        node.processes = find_processes(status, node.processes)
+        readings = frozenset(list_background(status, node.processes))
+        self._readings |= {(r.engine, r.plan_id): r for r in readings - node.readings}
         node.readings = readings
         self._advance(node, list_holdings(status), now)
         node.boot_id, node.seq = status.boot_id, status.seq
@@ -121,7 +127,7 @@ class HeldMemory:
             except BaseException:
                 self._readings = readings | self._readings
                 raise
-        await self._ledger.record_starts(self._epoch, now - self._plans_since_s, self._owner)
+        await self._ledger.record_starts(self._epoch, now - self._plans_since_s, self._owner, now - _GIVEN_UP_AFTER_S)
         self._plans_since_s = _PLANS_SINCE_S
 
     def _take(self) -> tuple[HeldBatch, ...]:

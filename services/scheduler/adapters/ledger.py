@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import RowMapping, Select, delete, func, select
+from sqlalchemy import RowMapping, Select, delete, exists, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -229,8 +229,8 @@ class Ledger:
                     [{"node": b.node, "until": b.end} for b in new],
                 )
 
-    async def record_starts(self, epoch: int, since: float, owner: Callable[[str], str]) -> None:
-        """Charge starts that no request asked for to their models' owners.
+    async def record_starts(self, epoch: int, since: float, owner: Callable[[str], str], given_up: float = 0.0) -> None:
+        """Charge starts that no request asked for, or waited for, to their models' owners.
 
         Requests that waited for such a start share it with the owner, who counts as one of them.
         What starts took from others and their phases are recorded as well. A start that was
@@ -240,6 +240,8 @@ class Ledger:
             epoch: The leader's epoch.
             since: Unix seconds of the oldest plan.
             owner: Returns the key that is charged for a model.
+            given_up: Plans before it (Unix seconds) for which no request has waited count as starts
+                that no request asked for: their requests were given up, or migrated.
 
         Raises:
             StaleEpoch: `epoch` is not the present one.
@@ -249,10 +251,12 @@ class Ledger:
         asked = select(plans.c.plan_id, plans.c.model, plans.c.created, plans.c.measured_ms, plans.c.chosen)
         async with self._engine.begin() as connection:
             await require_epoch(connection, epoch)
-            found = (await connection.execute(asked.where(ready, plans.c.trigger.in_(_UNASKED)))).mappings()
-            if waits := [_wait_of_owner(row, owner(row["model"])) for row in found if row["chosen"] is not None]:
-                starts = insert(tables.cold_waits).on_conflict_do_nothing(index_elements=["plan_id", "key", "model", "adapter"])
-                await connection.execute(starts, [wait.model_dump() for wait in waits])
+            waits = tables.cold_waits
+            is_given_up = (plans.c.created < given_up) & ~exists().where(waits.c.plan_id == plans.c.plan_id)
+            found = (await connection.execute(asked.where(ready, plans.c.trigger.in_(_UNASKED) | is_given_up))).mappings()
+            if rows := [_wait_of_owner(row, owner(row["model"])) for row in found if row["chosen"] is not None]:
+                starts = insert(waits).on_conflict_do_nothing(index_elements=["plan_id", "key", "model", "adapter"])
+                await connection.execute(starts, [wait.model_dump() for wait in rows])
             await record_displacements(connection, since, owner)
             await record_start_phases(connection, since)
 

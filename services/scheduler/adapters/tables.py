@@ -241,7 +241,7 @@ without such requests `key` pays.
 background_readings = Table(
     "background_readings",
     metadata,
-    Column("instance_id", Text, primary_key=True),
+    Column("engine", Text, primary_key=True),
     Column("plan_id", Text, primary_key=True),
     Column("us", BigInteger, nullable=False),
     Column("hour", Integer, nullable=False),

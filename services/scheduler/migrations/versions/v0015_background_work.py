@@ -24,7 +24,7 @@ def upgrade() -> None:
     op.create_index("background_work_by_plan", "background_work", ["plan_id"])
     op.create_table(
         "background_readings",
-        sa.Column("instance_id", sa.Text, primary_key=True),
+        sa.Column("engine", sa.Text, primary_key=True),
         sa.Column("plan_id", sa.Text, primary_key=True),
         sa.Column("us", sa.BigInteger, nullable=False),
         sa.Column("hour", sa.Integer, nullable=False),

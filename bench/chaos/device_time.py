@@ -2,9 +2,9 @@
 
 An engine's meter (`busy_s` of its load) counts the seconds that it computes, apart from what it
 charges to requests. A meter ends with its process: what counts is what its nodeagent reported last.
-The two may differ by 1 %, and by what nobody can know:
+The two may differ by 1 %, and by what no process can know:
 
-- A killed engine has worked since its last report, and its requests were not told all of it.
+- A killed engine has worked since its last report, and has not reported all of it with its requests.
 - A killed gateway takes the device time of its open requests with it. That is at most what all
   engines computed while the client sent such a request and repeated it.
 """
@@ -19,7 +19,7 @@ TOLERANCE = 0.01
 UNKNOWN_S = 2.0
 """Per engine that was killed: a second between reports, half a second between looks, and a step."""
 _AFTER_S = 2.0
-"""How long an engine may go on with a request whose gateway and client have gone."""
+"""How long an engine may continue a request whose gateway and client have gone."""
 
 
 @dataclass
@@ -49,20 +49,20 @@ class Meters:
     def total_s(self) -> float:
         return sum(self._shown.values())
 
-    def within(self, intervals: Iterable[tuple[float, float]]) -> float:
+    def sum_within(self, intervals: Iterable[tuple[float, float]]) -> float:
         """Return at least the seconds that were computed within any of the intervals."""
         found, until = 0.0, 0.0
         for start, end in sorted(intervals):
             begin = max(start, until)
             if end > begin:
-                found += self._at_or_after(end) - self._before(begin)
+                found += self._read_after(end) - self._read_before(begin)
                 until = end
         return found
 
-    def _before(self, at: float) -> float:
+    def _read_before(self, at: float) -> float:
         return next((shown for seen, shown in reversed(self._looks) if seen <= at), 0.0)
 
-    def _at_or_after(self, at: float) -> float:
+    def _read_after(self, at: float) -> float:
         return next((shown for seen, shown in self._looks if seen >= at), self.total_s)
 
 
@@ -107,5 +107,5 @@ def measure(
             struck.
     """
     ledger_us = sum(row["counts"]["compute_cpu_us"] + row["counts"]["compute_cuda_us"] for row in rows)
-    lost_s = meters.within((sent, ended + _AFTER_S) for sent, ended in open_requests)
+    lost_s = meters.sum_within((sent, ended + _AFTER_S) for sent, ended in open_requests)
     return DeviceTime(ledger_us / 1e6, meters.total_s, killed_engines * UNKNOWN_S, lost_s)

@@ -39,7 +39,8 @@ class Cost(Frozen):
     """An amount of money by what it is for.
 
     `compute`: device-seconds of computing; `cold_starts`: those of cold starts; `memory`: GiB-hours
-    held; `clearing`: device-seconds until the memory of starts was free.
+    held; `cache`: those of cached weights; `clearing`: device-seconds until the memory of starts
+    was free.
     """
 
     prompt: Decimal = Decimal(0)
@@ -48,6 +49,7 @@ class Cost(Frozen):
     compute: Decimal = Decimal(0)
     cold_starts: Decimal = Decimal(0)
     memory: Decimal = Decimal(0)
+    cache: Decimal = Decimal(0)
     clearing: Decimal = Decimal(0)
     total: Decimal = Decimal(0)
 
@@ -130,7 +132,9 @@ class Prices(Frozen):
         compute = self._price_computing(compute_us or {})
         cold = _price(device_s or {}, self.device_seconds)
         clearing = _price(clearing_s or {}, self.clearing_seconds)
-        memory = _price({kind: amount / GIB_HOUR for kind, amount in (byte_s or {}).items()}, self.gib_hours)
+        gib_h = {kind: amount / GIB_HOUR for kind, amount in (byte_s or {}).items()}
+        cache = _price({"cache": gib_h.pop("cache", 0.0)}, self.gib_hours)
+        memory = _price(gib_h, self.gib_hours)
         return Cost(
             prompt=prompt,
             cached=cached,
@@ -138,8 +142,9 @@ class Prices(Frozen):
             compute=compute,
             cold_starts=cold,
             memory=memory,
+            cache=cache,
             clearing=clearing,
-            total=prompt + cached + completion + compute + cold + memory + clearing,
+            total=prompt + cached + completion + compute + cold + memory + cache + clearing,
         )
 
 

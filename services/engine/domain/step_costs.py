@@ -107,7 +107,7 @@ class StepCosts:
         return self._is_charged
 
     def report(self, request_id: str) -> float:
-        """Return the seconds of an open request so far, which its gateway is told."""
+        """Return the seconds of an open request so far, which is sent to its gateway."""
         seconds = self._by_request.get(request_id, 0.0)
         self._reported[request_id] = seconds
         return seconds

@@ -88,7 +88,7 @@ class Serving(RequestServer[Stream]):
         self._unmetered_s = 0.0
         """Device seconds of the engine's own requests, and of results after a cancellation."""
         self._cancelled_s: dict[str, float] = {}
-        """Device seconds of cancelled requests that their gateways were told."""
+        """Device seconds of cancelled requests that were sent to their gateways."""
         self._standings: Standings | None = None
 
     def open(

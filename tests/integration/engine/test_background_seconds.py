@@ -60,7 +60,7 @@ def charged(engine: RecordedBatcher, request_id: str) -> float:
 
 @pytest.mark.parametrize("cause", [PLAN, OWN])
 def test_a_migrated_request_pays_for_new_tokens_only(loaded: LoadedModel, engine: RecordedBatcher, cause: str) -> None:
-    """The destination has not prepared all: it computes the rest with the request, for the cause."""
+    """The destination has prepared a part, and computes the rest with the request."""
     first = request(loaded, "whole")
     whole = engine.answer(first)
     before, other = background(engine, cause), OWN if cause == PLAN else PLAN

@@ -49,7 +49,7 @@ def test_the_end_of_a_step_is_charged_to_the_next_one() -> None:
     assert costs.report("b") == 1.75, "an idle device charges no request"
 
 
-def test_what_an_ended_request_was_not_told_is_work_of_no_request() -> None:
+def test_seconds_that_an_ended_request_has_not_reported_are_work_of_no_request() -> None:
     costs = StepCosts()
     costs.begin(0.0)
     costs.split(2.0, {"a": 1})
@@ -73,7 +73,7 @@ def test_requests_that_take_memory_pay_for_what_is_computed_again() -> None:
     assert (costs.report("b"), costs.report("c")) == (1.0, 3.0)
 
 
-def test_what_was_paid_for_a_request_that_ends_is_taken_off_the_next_steps() -> None:
+def test_payments_for_a_request_that_ends_are_taken_off_the_next_steps() -> None:
     costs = StepCosts()
     costs.begin(0.0)
     costs.split(8.0, {"victim": 8})
@@ -111,8 +111,8 @@ def test_causes_of_long_ago_are_forgotten() -> None:
     )
 )
 def test_charges_add_up_to_the_time_of_all_steps(steps: list[_Step]) -> None:
-    """Requests take memory from others, and end without having been told their seconds."""
-    costs, now, used, told = StepCosts(), 0.0, 0.0, 0.0
+    """Requests take memory from others, and end without a report of their seconds."""
+    costs, now, used, reported = StepCosts(), 0.0, 0.0, 0.0
     last: _Step = (1.0, 0.0, {"last": 1}, {}, None, None)
     for computing, rest, tokens, background, taken, ended in [*steps, last]:
         costs.begin(now)
@@ -120,7 +120,7 @@ def test_charges_add_up_to_the_time_of_all_steps(steps: list[_Step]) -> None:
             costs.move(taken[0], taken[1], {taken[2]: 1})
         costs.split(now + computing, tokens, background)
         if ended is not None:
-            told += costs.report(ended) if computing > 5 else 0.0
+            reported += costs.report(ended) if computing > 5 else 0.0
             costs.close(ended)
         costs.end(now + computing + rest, has_more=True)
         used += computing + rest
@@ -132,7 +132,7 @@ def test_charges_add_up_to_the_time_of_all_steps(steps: list[_Step]) -> None:
         costs.begin(now)
         costs.split(now + 1e6, {name: 1})
         used += 1e6
-    assert told + sum(map(costs.report, ["a", "b", "c", "d", "last"])) + sum(costs.background_s.values()) == pytest.approx(used)
+    assert reported + sum(map(costs.report, ["a", "b", "c", "d", "last"])) + sum(costs.background_s.values()) == pytest.approx(used)
 
 
 class _Clock:

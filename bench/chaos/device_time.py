@@ -4,7 +4,7 @@ An engine's meter (`busy_s` of its load) counts the seconds that it computes, ap
 charges to requests. A meter ends with its process: what counts is what its nodeagent reported last.
 The two may differ by 1 %, and by what no process can know:
 
-- A killed engine has worked since its last report, and has not reported all of it with its requests.
+- A killed engine has worked since its last report, and its requests may lack their last seconds.
 - A killed gateway takes the device time of its open requests with it. That is at most what all
   engines computed while the client sent such a request and repeated it.
 """

@@ -85,6 +85,6 @@ def test_messages_of_version_01_have_no_victims_and_no_clearing() -> None:
 def test_cached_weights_have_a_price_and_a_cost_of_their_own() -> None:
     prices = Prices(currency="EUR", gib_hours={"host": Decimal(2), "cache": Decimal("0.5")})
     cost = prices.cost("m", (0, 0, 0), byte_s={"host": 3 * GIB_HOUR, "cache": 4 * GIB_HOUR})
-    assert (cost.memory, cost.cache, cost.total) == (6, 2, 8)
+    assert [cost.memory, cost.cache, cost.total] == [6, 2, 8]
     free = Prices(currency="EUR", gib_hours={"host": Decimal(2)})
     assert free.cost("m", (0, 0, 0), byte_s={"cache": 4 * GIB_HOUR}).total == 0

@@ -431,9 +431,8 @@ class Batcher:
             log.debug("paused a sequence for another key", extra={"request_id": self._running.pop(key).request.request_id})
         waiting = (s.view for s in self._waiting)
         plan = plan_step([s.view for s in self._running.values()], waiting, limits, self._find_protected())
-        needing = self._find_needing_memory(plan)
-        events: list[Event] = list(self._move(plan, self._runner, needing))
-        self._make_room(plan, needing)
+        events: list[Event] = list(self._move(plan, self._runner))
+        self._make_room(plan)
         computed = [self._running[work.key] for work in plan.work]
         rows = [
             Row(s.state, s.computed, s.tokens[s.computed : s.computed + w.count], s.request.adapter)
@@ -485,9 +484,10 @@ class Batcher:
         after = [replace(s.view, computed=s.computed + counts.get(k, 0)) for k, s in self._running.items()]
         return background_prefill.unused_blocks(after, self._prepared_blocks(), self._limits)
 
-    def _make_room(self, plan: StepPlan, needing: Mapping[str, int]) -> None:
+    def _make_room(self, plan: StepPlan) -> None:
         """Evict prepared blocks that running sequences need."""
         missing = self._prepared.preempt(max(0, -self._unused_blocks(plan)))
+        needing = self._find_needing_memory(plan) if missing else {}
         for sequence in self._waiting if missing else ():
             self._costs.move(sequence.request.request_id, sequence.computed, needing)
             sequence.preempt()
@@ -501,7 +501,8 @@ class Batcher:
                 needing[sequence.request.request_id] += grown
         return needing
 
-    def _move(self, plan: StepPlan, runner: Runner, needing: Mapping[str, int]) -> Iterable[Event]:
+    def _move(self, plan: StepPlan, runner: Runner) -> Iterable[Event]:
+        needing = self._find_needing_memory(plan) if plan.preempted else {}
         for key in reversed(plan.preempted):
             victim = self._running[key]
             self._costs.move(victim.request.request_id, victim.computed, needing)

@@ -38,6 +38,11 @@ class StepCosts:
     _carried_s: float = 0.0
     _is_charged: bool = False
 
+    @property
+    def prepaid_s(self) -> float:
+        """Seconds that are charged, and will be worked off by later steps."""
+        return self._surplus_s + sum(self._credits.values())
+
     def begin(self, now: float) -> None:
         """A step begins; times are in seconds of one clock."""
         self._counted_until, self._is_charged = now, False

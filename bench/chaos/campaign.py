@@ -23,6 +23,7 @@ import httpx
 import psutil
 
 from bench.chaos.bed import Bed
+from bench.chaos.device_time import DeviceTime, Meters, measure
 from bench.chaos.faults import STOP_S, Fault, Strike
 from bench.chaos.load import CALLERS, PROBE, PROMPTS, Asker, Client, Served, jobs, retry_deferred
 from bench.chaos.metering import Sent, expect, find_faults, find_spending_faults, read_rows
@@ -37,6 +38,8 @@ _SETTLE_S = 60.0
 _METERED_WITHIN_S = 60.0
 """Gateways report every two seconds, and one that starts again what the ended one has left."""
 _DRAIN_S = 200.0
+_ENGINES = ("engine", "engine host", "hosted engine")
+"""Processes whose end ends a meter."""
 Say = Callable[[str], None]
 
 
@@ -73,6 +76,7 @@ class Findings:
     booking_faults: list[str] = field(default_factory=list)
     metering_faults: list[str] = field(default_factory=list)
     metered_requests: int = 0
+    device_time: DeviceTime = DeviceTime()
     is_metered_exactly: bool = False
     """No gateway was struck during a request: the ledger must equal the sum of the answers."""
     left: dict[str, list[str]] = field(default_factory=dict)
@@ -102,6 +106,7 @@ class Campaign:
         self._timers: list[threading.Timer] = []
         self._followers: list[threading.Thread] = []
         self._cluster: dict[str, Any] = {"nodes": []}
+        self._meters = Meters()
         self._stopped = threading.Event()
         self._clients = [
             Client(n, bed.balancer.url, jobs(self._served, seed, n), bed.balancer.gateway_of, self._was_struck, self._finish)
@@ -118,10 +123,10 @@ class Campaign:
         Args:
             until_s: Longest time of the plan in seconds.
         """
-        self._learn()
-        begun = time.monotonic()
         watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
         watcher.start()
+        self._learn()
+        begun = time.monotonic()
         for client in self._clients:
             client.start()
         time.sleep(PAUSE_S)
@@ -152,9 +157,18 @@ class Campaign:
             else:
                 findings.metered_requests = sum(u.requests for u in ledger.values())
                 findings.metering_faults = find_faults(expected, ledger) + find_spending_faults(CALLERS, rows, spending)
+                self._look()
+                findings.device_time = self._measure_device_time(sent, rows)
+                if fault := findings.device_time.find_fault():
+                    findings.metering_faults.append(fault)
             if not findings.metering_faults or time.monotonic() > deadline:
                 return
             time.sleep(0.25)
+
+    def _measure_device_time(self, sent: list[Sent], rows: list[dict[str, Any]]) -> DeviceTime:
+        killed = sum(s.victim in _ENGINES and s.action == "kill" for x in self._findings.struck for s in x.fault.strikes)
+        disturbed = [(s.exchange.sent, s.exchange.ended) for s in sent if s.is_disturbed]
+        return measure(self._meters, rows, killed, disturbed)
 
     def _is_disturbed(self, exchange: Exchange) -> bool:
         """Return whether a gateway was struck, or had not recovered, during the exchange."""
@@ -397,10 +411,14 @@ class Campaign:
         """Looks twice a second whether memory is booked twice."""
         while not self._stopped.wait(0.5):
             with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, OSError):
-                self._cluster = self._bed.cluster()
+                self._look()
                 for fault in self._bed.find_overbooked(self._cluster):
                     self._say(f"  OVERBOOKED: {fault}")
                     self._findings.overbooked.append(fault)
+
+    def _look(self) -> None:
+        self._cluster = self._bed.cluster()
+        self._meters.look(self._cluster, time.monotonic())
 
     # The end.
 

@@ -84,6 +84,7 @@ def summary(findings: Findings) -> str:
     """What the table does not say."""
     left = {kind: len(names) for kind, names in findings.left.items()}
     kinds = Counter(e.job.kind for e in findings.exchanges)
+    time = findings.device_time
     exactness = "exact" if findings.is_metered_exactly else "within the bounds of cut requests"
     return "\n".join(
         [
@@ -91,6 +92,8 @@ def summary(findings: Findings) -> str:
             f"strikes skipped for want of a victim: {len(findings.skipped)}",
             f"looks that saw memory booked twice: {len(findings.overbooked)}; booking faults at the end: {len(findings.booking_faults)}",
             f"requests in the ledger: {findings.metered_requests}, {exactness}; metering faults: {len(findings.metering_faults)}",
+            f"device-seconds in the ledger: {time.ledger_s:.2f}, by the engines' meters {time.metered_s:.2f}; "
+            f"{time.least_s:.2f} to {time.most_s:.2f} are possible",
             f"left behind: {left}",
         ]
     )
@@ -103,6 +106,10 @@ def figures(findings: Findings) -> dict[str, float]:
         "booked_twice": float(len(findings.overbooked)),
         "books_at_the_end": float(len(findings.booking_faults)),
         "metered_requests": float(findings.metered_requests),
+        "ledger_device_s": findings.device_time.ledger_s,
+        "metered_device_s": findings.device_time.metered_s,
+        "least_device_s": findings.device_time.least_s,
+        "most_device_s": findings.device_time.most_s,
         "metering_faults": float(len(findings.metering_faults)),
         "skipped": float(len(findings.skipped)),
         "seconds": findings.duration_s,

@@ -17,6 +17,7 @@ interface Counts {
   held_cpu_byte_s: number;
   held_cuda_byte_s: number;
   held_host_byte_s: number;
+  held_cache_byte_s?: number; // a scheduler of another version leaves it out
   victims?: number; // a scheduler of another version leaves them out
   clearing_s?: number;
 }
@@ -29,6 +30,7 @@ export interface Cost {
   compute?: string; // a scheduler of another version leaves it out
   cold_starts: string;
   memory: string;
+  cache?: string;
   clearing?: string;
   total: string;
 }
@@ -63,6 +65,7 @@ const MEANINGS: Record<string, string> = {
   "Clearing s": "Seconds until the memory of the victims was free.",
   "GiB h held": "Memory of devices that the model's instances had reserved, times hours.",
   "GiB h parked": "Host memory and swap that suspended engines held, times hours.",
+  "GiB h cached": "Host memory of the model's cached weights, times hours.",
 };
 
 const SPANS: [label: string, hours: number][] = [["24 hours", 24], ["7 days", 168], ["30 days", 720]];
@@ -110,7 +113,7 @@ export function UsagePage() {
   const { shown, field } = useFilter(rows ?? [], (r) => `${r.key} ${r.model}`);
   const count = (value: number) => value.toLocaleString();
   const total = (rows ?? []).reduce((sum, r) => sum + Number(r.cost?.total ?? 0), 0);
-  const titles = ["Key", "Model", "Requests", "Failed", "Prompt tokens", "Cached", "Completion tokens", "Cold starts", "Cold start s", "Victims", "Clearing s", "GiB h held", "GiB h parked"];
+  const titles = ["Key", "Model", "Requests", "Failed", "Prompt tokens", "Cached", "Completion tokens", "Cold starts", "Cold start s", "Victims", "Clearing s", "GiB h held", "GiB h parked", "GiB h cached"];
   return (
     <>
       <h1>Usage</h1>
@@ -161,13 +164,14 @@ export function UsagePage() {
                 <td class="number">{(r.counts.clearing_s ?? 0).toFixed(1)}</td>
                 <td class="number">{gibHours(r.counts.held_cpu_byte_s + r.counts.held_cuda_byte_s)}</td>
                 <td class="number">{gibHours(r.counts.held_host_byte_s)}</td>
+                <td class="number">{gibHours(r.counts.held_cache_byte_s ?? 0)}</td>
                 {currency !== null && (
                   <>
                     <td class="number">{r.cost && amount(Number(r.cost.prompt) + Number(r.cost.cached) + Number(r.cost.completion))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.compute ?? 0))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.cold_starts))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.clearing ?? 0))}</td>
-                    <td class="number">{r.cost && amount(Number(r.cost.memory))}</td>
+                    <td class="number">{r.cost && amount(Number(r.cost.memory) + Number(r.cost.cache ?? 0))}</td>
                     <td class="number">{r.cost && amount(Number(r.cost.total))}</td>
                   </>
                 )}

@@ -188,7 +188,9 @@ class Handlers:
             self._on_suspension(step)
 
     async def _loader_status(self, status: LoaderStatus) -> None:
-        self._loop.post(LoaderStatusReceived(clock.now(), status))
+        now = clock.now()
+        self._held.on_loader_status(status, now)
+        self._loop.post(LoaderStatusReceived(now, status))
 
     async def _demand(self, demand: Demand) -> Message:
         at = clock.now()

@@ -92,6 +92,18 @@ class LoadedAdapter(Frozen):
     active: int = Field(default=0, description="Requests that use it.")
 
 
+class BackgroundWork(Frozen):
+    """Seconds that an engine computed for no request, or for what a migration made necessary.
+
+    Attributes:
+        plan_id: The plan that needed the memory of migrated requests; empty: none.
+        seconds: Of each of its devices, since the engine's start.
+    """
+
+    plan_id: str = ""
+    seconds: float = Field(ge=0)
+
+
 class EngineLoad(Frozen):
     """The present load of an engine."""
 
@@ -103,8 +115,10 @@ class EngineLoad(Frozen):
     kv_bytes_wanted: int = Field(default=0, description="Of a KV cache that borrows pages: what its sequences need, known so far.")
     busy_s: float = Field(
         default=0.0,
-        description="Seconds of steps with requests since the engine's start, measured apart from the requests' charges. "
-        "0 of engines that do not measure it.",
+        description="Seconds that it has computed since its start, measured apart from charges. 0 of engines that do not measure it.",
+    )
+    background: tuple[BackgroundWork, ...] = Field(
+        default=(), description="The part of `busy_s` that is charged to no request. Causes of long ago are left out."
     )
     idle_ms: int = Field(default=0, description="Since the last request ended; 0 while there is one.")
     adapters: tuple[LoadedAdapter, ...] = ()

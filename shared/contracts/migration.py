@@ -104,6 +104,11 @@ class PrepareResume(Request):
     sequences: tuple[tuple[int, ...], ...]
     adapter: ModelCard | None = None
     cache_salt: str = Field(default="", description="As in `TokensRead`: the resumed request looks only there.")
+    caused_by: str = Field(
+        default="",
+        description="The plan that needs the memory of the source: what is computed for it is charged to the requests that wait for it. "
+        "Empty: none does.",
+    )
     keep_ms: int = Field(default=30_000, gt=0)
     within_ms: int | None = Field(
         default=None,

@@ -15,8 +15,8 @@ from pydantic import ConfigDict, Field
 from shared.contracts.base import Frozen
 
 DeviceKind = Literal["cpu", "cuda"]
-MemoryKind = Literal["cpu", "cuda", "host"]
-"""Memory of devices by their kind; host: that of a node, for suspended engines."""
+MemoryKind = Literal["cpu", "cuda", "host", "cache"]
+"""Memory of devices by their kind; of a node, host: for suspended engines, cache: for weights."""
 GIB_HOUR = float(2**30 * 3600)
 """Byte-seconds of a GiB-hour."""
 Amount = Annotated[Decimal, Field(ge=0, le=10**9, max_digits=21, decimal_places=12)]
@@ -39,7 +39,8 @@ class Cost(Frozen):
     """An amount of money by what it is for.
 
     `compute`: device-seconds of computing; `cold_starts`: those of cold starts; `memory`: GiB-hours
-    held; `clearing`: device-seconds until the memory of starts was free.
+    held; `cache`: those of cached weights; `clearing`: device-seconds until the memory of starts
+    was free.
     """
 
     prompt: Decimal = Decimal(0)
@@ -48,6 +49,7 @@ class Cost(Frozen):
     compute: Decimal = Decimal(0)
     cold_starts: Decimal = Decimal(0)
     memory: Decimal = Decimal(0)
+    cache: Decimal = Decimal(0)
     clearing: Decimal = Decimal(0)
     total: Decimal = Decimal(0)
 
@@ -66,7 +68,8 @@ class Prices(Frozen):
         clearing_seconds: Price of a second of one device while a start waits for its victims to
             leave, beside `device_seconds`, by its kind.
         gib_hours: Price of a GiB held for an hour, by the kind of the memory: of devices (cpu,
-            cuda), or host memory and swap that suspended engines take (host).
+            cuda), host memory and swap that suspended engines take (host), or host memory with
+            weights that no instance uses (cache).
         models: Other prices of tokens for models by name or pattern; the first that matches holds.
     """
 
@@ -129,7 +132,9 @@ class Prices(Frozen):
         compute = self._price_computing(compute_us or {})
         cold = _price(device_s or {}, self.device_seconds)
         clearing = _price(clearing_s or {}, self.clearing_seconds)
-        memory = _price({kind: amount / GIB_HOUR for kind, amount in (byte_s or {}).items()}, self.gib_hours)
+        gib_h = {kind: amount / GIB_HOUR for kind, amount in (byte_s or {}).items()}
+        cache = _price({"cache": gib_h.pop("cache", 0.0)}, self.gib_hours)
+        memory = _price(gib_h, self.gib_hours)
         return Cost(
             prompt=prompt,
             cached=cached,
@@ -137,8 +142,9 @@ class Prices(Frozen):
             compute=compute,
             cold_starts=cold,
             memory=memory,
+            cache=cache,
             clearing=clearing,
-            total=prompt + cached + completion + compute + cold + memory + clearing,
+            total=prompt + cached + completion + compute + cold + memory + cache + clearing,
         )
 
 

@@ -94,6 +94,11 @@ def part_id(weights_id: str, layers: LayerRange | None) -> str:
     return weights_id if layers is None else f"{weights_id}.layers-{layers.first}-{layers.end}-{layers.total}"
 
 
+def weights_of(part: str) -> str:
+    """Return the id of the weights of which this is a part; of all of them, the same."""
+    return part.partition(".layers-")[0]
+
+
 def stage_instance(instance_id: str, index: int) -> str:
     """Return the id under which a stage's process reports itself and is addressed."""
     return instance_id if index == 0 else f"s{index}-{instance_id}"

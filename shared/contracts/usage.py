@@ -41,8 +41,10 @@ class Counts(Frozen):
         cached_tokens: Prompt tokens that an engine had in its cache.
         compute_cpu_us: Microseconds that cpu devices computed for the requests: a step's time is
             split by its tokens, and counts for each device of the instance. 0 of engines that do
-            not measure it.
+            not measure it. With `background_s`.
         compute_cuda_us: The same of cuda devices.
+        background_s: The part of both, in seconds, for no request: charged to the owner of the
+            model, or shared by the requests that waited for a start whose migrations caused it.
         cold_requests: Requests that waited for a cold start.
         cold_start_s: Their shares of the seconds of these starts, and of the restarts that these
             caused. The requests that waited for a start share it equally.
@@ -52,6 +54,8 @@ class Counts(Frozen):
         held_cuda_byte_s: The same of cuda devices.
         held_host_byte_s: Bytes of snapshots of suspended engines in host memory and swap, times
             seconds.
+        held_cache_byte_s: Bytes of weights in host memory that no instance used, times seconds.
+            Models with the same weights share it.
         victims: Shares of the instances that left for these starts: evicted, preempted, or with
             their requests migrated.
         clearing_s: Shares of the seconds from the decision until the victims' memory was free.
@@ -67,12 +71,14 @@ class Counts(Frozen):
     completion_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
     compute_cpu_us: int = Field(default=0, ge=0, le=MAX_COUNT)
     compute_cuda_us: int = Field(default=0, ge=0, le=MAX_COUNT)
+    background_s: float = Field(default=0.0, ge=0)
     cold_requests: int = Field(default=0, ge=0, le=MAX_COUNT)
     cold_start_s: float = Field(default=0.0, ge=0)
     cold_device_s: float = Field(default=0.0, ge=0)
     held_cpu_byte_s: float = Field(default=0.0, ge=0)
     held_cuda_byte_s: float = Field(default=0.0, ge=0)
     held_host_byte_s: float = Field(default=0.0, ge=0)
+    held_cache_byte_s: float = Field(default=0.0, ge=0)
     victims: float = Field(default=0.0, ge=0)
     clearing_s: float = Field(default=0.0, ge=0)
     clearing_device_s: float = Field(default=0.0, ge=0)
@@ -92,6 +98,11 @@ class Counts(Frozen):
     def parked_gib_h(self) -> float:
         """GiB-hours of suspended engines in host memory and swap."""
         return self.held_host_byte_s / GIB_HOUR
+
+    @property
+    def cached_gib_h(self) -> float:
+        """GiB-hours of weights in host memory that no instance used."""
+        return self.held_cache_byte_s / GIB_HOUR
 
 
 class UsageRow(Frozen):

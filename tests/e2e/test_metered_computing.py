@@ -1,4 +1,4 @@
-"""The ledger's device time of requests is the time that the engine was busy, by its own meter."""
+"""The ledger's device time is the time that the engine was busy, by its own meter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_load(admin: httpx.Client) -> dict[str, Any]:
     return {**found["load"], "instance_id": found["instance_id"]}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def keyed(mesh: Thaw) -> Iterator[openai.OpenAI]:
     """Return a client with a key of its own.
 
@@ -59,3 +59,25 @@ def test_device_time_of_the_ledger_is_the_time_that_the_engine_was_busy(admin: h
     metered = after["busy_s"] - before["busy_s"]
     assert metered > 0
     assert read_ledger(admin)[1] == pytest.approx(metered, rel=0.01)
+
+
+def test_abandoned_work_is_in_the_ledger_as_well(admin: httpx.Client, keyed: openai.OpenAI) -> None:
+    """What the engine computes is charged to the key, or else to the owner of the model."""
+    message: Any = {"role": "user", "content": "word " * 200}
+    for _ in range(3):
+        stream = keyed.chat.completions.create(
+            model=MODEL, messages=[message], max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+    until(lambda: not read_load(admin)["active"], what="the engine has dropped the requests")
+
+    def read_all() -> tuple[float, float]:
+        found = admin.get("/usage", params={"by": "key", "model": MODEL}).raise_for_status().json()["rows"]
+        counts = [r["counts"] for r in found]
+        return sum(c["compute_cpu_us"] for c in counts) / 1e6, sum(c["background_s"] for c in counts)
+
+    until(lambda: read_all()[0] >= 0.99 * read_load(admin)["busy_s"], what="the ledger has what the engine computed")
+    computed_s, background_s = read_all()
+    assert computed_s == pytest.approx(read_load(admin)["busy_s"], rel=0.01)
+    assert background_s > 0

@@ -79,7 +79,7 @@ def _charges(row: UsageSum, first_hourly: int) -> Iterator[dict[str, str]]:
             Decimal(counts.compute_cpu_us + counts.compute_cuda_us) / 1_000_000,
             "Seconds",
             cost.compute,
-            "Computing, in seconds of a device",
+            "Computing, for requests and for none, in seconds of a device",
         ),
         (
             "cold-start-device-seconds",
@@ -101,6 +101,13 @@ def _charges(row: UsageSum, first_hourly: int) -> Iterator[dict[str, str]]:
             "GiB-Hours",
             cost.memory,
             "Memory held on devices and by suspended engines",
+        ),
+        (
+            "cached-weights-gib-hours",
+            Decimal(counts.cached_gib_h).quantize(Decimal("0.000001")),
+            "GiB-Hours",
+            cost.cache,
+            "Weights in host memory that no instance used",
         ),
     ):
         if not quantity:

@@ -34,6 +34,7 @@ _COLUMNS = (
     "CLEARING S",
     "GIB H",
     "PARKED GIB H",
+    "CACHED GIB H",
 )
 
 
@@ -126,6 +127,7 @@ def _table(viewed: UsageViewed, dimensions: list[str]) -> Table:
             f"{counts.clearing_s:,.1f}",
             f"{counts.held_gib_h:,.2f}",
             f"{counts.parked_gib_h:,.2f}",
+            f"{counts.cached_gib_h:,.2f}",
             *([f"{row.cost.total:,.4f}"] if row.cost is not None else []),
         )
     return table

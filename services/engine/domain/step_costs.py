@@ -1,7 +1,8 @@
 """Device time of requests: the time of each step, split among its requests by tokens.
 
 All time that the device spends on a model is charged, the time between the results of one step and
-the next step included, as long as there are requests to charge it to.
+the next step included, as long as there are requests to charge it to. Work of no request is counted
+by its cause (docs/adr/0097), so that requests and causes together have the time of all steps.
 """
 
 from __future__ import annotations
@@ -9,56 +10,125 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+OWN = ""
+"""Cause of work that no start of another model made necessary."""
+_NOTHING: Mapping[str, int] = {}
+_CAUSES = 64
+"""Causes that are remembered: older ones have been reported."""
+
 
 @dataclass(slots=True)
 class StepCosts:
     """Seconds of the device that each open request has used.
 
     Attributes:
-        background_s: Seconds for tokens of no request, such as prefill for migrations.
+        background_s: Seconds of work that is charged to no request, since the beginning, by its
+            cause: the plan that needed memory, or `OWN`.
     """
 
-    background_s: float = 0.0
+    background_s: dict[str, float] = field(default_factory=dict)
     _by_request: dict[str, float] = field(default_factory=dict)
+    _reported: dict[str, float] = field(default_factory=dict)
+    _tokens: dict[str, int] = field(default_factory=dict)
+    _credits: dict[str, float] = field(default_factory=dict)
+    """Seconds that others have paid in advance for what a request computes again."""
+    _surplus_s: float = 0.0
+    """Paid in advance for requests that have ended: the next steps cost so much less."""
     _counted_until: float | None = None
     _carried_s: float = 0.0
+    _is_charged: bool = False
+
+    @property
+    def prepaid_s(self) -> float:
+        """Seconds that are charged, and will be worked off by later steps."""
+        return self._surplus_s + sum(self._credits.values())
 
     def begin(self, now: float) -> None:
         """A step begins; times are in seconds of one clock."""
-        self._counted_until = now
+        self._counted_until, self._is_charged = now, False
 
-    def split(self, now: float, tokens: Mapping[str, int], background: int = 0) -> None:
+    def split(self, now: float, tokens: Mapping[str, int], background: Mapping[str, int] = _NOTHING) -> None:
         """Charge the time since the beginning, or since the last split, by tokens.
 
         Args:
             now: The present time.
             tokens: Computed tokens by request.
-            background: Computed tokens of no request.
+            background: Computed tokens of no request, by cause.
         """
-        total = sum(tokens.values()) + background
+        total = sum(tokens.values()) + sum(background.values())
         if self._counted_until is None or not total:
             return
         spent = self._carried_s + now - self._counted_until
-        self._counted_until, self._carried_s = now, 0.0
-        self.background_s += spent * background / total
+        self._counted_until, self._carried_s, self._is_charged = now, 0.0, True
+        paid = min(spent, self._surplus_s)
+        self._surplus_s -= paid
+        spent -= paid
+        for cause, count in background.items():
+            self._add_background(cause, spent * count / total)
         for request_id, count in tokens.items():
-            self._by_request[request_id] = self._by_request.get(request_id, 0.0) + spent * count / total
+            share = spent * count / total
+            paid = min(share, self._credits.get(request_id, 0.0))
+            if paid:
+                self._credits[request_id] -= paid
+            self._by_request[request_id] = self._by_request.get(request_id, 0.0) + share - paid
+            self._tokens[request_id] = self._tokens.get(request_id, 0) + count
 
-    def end(self, now: float, *, has_more: bool) -> None:
-        """The step ends.
+    def move(self, victim: str, lost: int, payers: Mapping[str, int]) -> None:
+        """Charge the requests that took a request's memory with what its lost tokens had cost it.
+
+        The victim computes them again for nothing, up to that amount.
+
+        Args:
+            victim: The request that lost its keys and values.
+            lost: The tokens that these were of.
+            payers: Open requests that needed the memory, with their weights.
+        """
+        others = {request_id: weight for request_id, weight in payers.items() if request_id != victim}
+        total, computed = sum(others.values()), self._tokens.get(victim, 0)
+        if not total or not computed:
+            return
+        cost = (self._by_request[victim] - self._credits.get(victim, 0.0)) * min(1.0, lost / computed)
+        if cost <= 0:
+            return
+        self._credits[victim] = self._credits.get(victim, 0.0) + cost
+        for request_id, weight in others.items():
+            self._by_request[request_id] = self._by_request.get(request_id, 0.0) + cost * weight / total
+
+    def end(self, now: float, *, has_more: bool) -> bool:
+        """The step ends. Return True if it was charged.
 
         Args:
             now: The present time.
             has_more: Requests are left, to which the time since the last split is charged.
         """
         if self._counted_until is not None:
-            self._carried_s = self._carried_s + now - self._counted_until if has_more else 0.0
-            self._counted_until = None
+            rest, self._counted_until = now - self._counted_until, None
+            if has_more:
+                self._carried_s += rest
+            else:
+                if left := self._carried_s + (rest if self._is_charged else 0.0):
+                    self._add_background(OWN, left)
+                self._carried_s = 0.0
+        return self._is_charged
 
-    def of_request(self, request_id: str) -> float:
-        """Return the seconds of an open request so far."""
-        return self._by_request.get(request_id, 0.0)
+    def report(self, request_id: str) -> float:
+        """Return the seconds of an open request so far, which is sent to its gateway."""
+        seconds = self._by_request.get(request_id, 0.0)
+        self._reported[request_id] = seconds
+        return seconds
 
     def close(self, request_id: str) -> None:
-        """A request ended. Unknown ids are ignored."""
-        self._by_request.pop(request_id, None)
+        """A request ended. What was not reported of it is work of no request.
+
+        Unknown ids are ignored.
+        """
+        self._tokens.pop(request_id, None)
+        self._surplus_s += self._credits.pop(request_id, 0.0)
+        unreported = self._by_request.pop(request_id, 0.0) - self._reported.pop(request_id, 0.0)
+        if unreported > 0:
+            self._add_background(OWN, unreported)
+
+    def _add_background(self, cause: str, seconds: float) -> None:
+        self.background_s[cause] = self.background_s.get(cause, 0.0) + seconds
+        if len(self.background_s) > _CAUSES:
+            del self.background_s[next(c for c in self.background_s if c != OWN)]

@@ -23,7 +23,7 @@ import torch
 from services.engine.domain import background_prefill
 from services.engine.domain.elastic_kv import Need, needed_blocks
 from services.engine.domain.fair_slots import Flow
-from services.engine.domain.step_costs import StepCosts
+from services.engine.domain.step_costs import OWN, StepCosts
 from services.engine.domain.step_planning import Limits, SequenceView, StepPlan, blocks_for, plan_step
 from services.engine.generation.commands import (
     Cancel,
@@ -66,7 +66,8 @@ class Batcher:
 
     `has_commands`, `next_step_at`, `flow_work` and `step` run on the computing thread; all other
     public methods may be called from any thread. `on_command` is called after each command.
-    `busy_s` are the seconds of all steps with requests.
+    `busy_s` are the seconds of all steps that computed something or had requests, `background_s`
+    the part of them that is charged to no request, by its cause (`StepCosts`).
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Batcher:
         self._pending_events: list[Event] = []
         self._has_computed = False
         self.busy_s = 0.0
+        self.background_s: Mapping[str, float] = {}
         self.blocks_used = 0
         self.pages_wanted = 0
 
@@ -260,10 +262,12 @@ class Batcher:
                 if isinstance(event, Embedded):
                     self._costs.close(event.request_id)
             self._deliver(events)
-        ended, has_more = time.monotonic(), bool(self._running or self._waiting or self._embeddings)
-        self._costs.end(ended, has_more=has_more)
-        if events or has_more:
+        ended, has_more = time.monotonic(), bool(self._running or self._waiting or self._embeddings or self._prepared.busy)
+        is_charged = self._costs.end(ended, has_more=has_more)
+        if events or has_more or is_charged:
             self.busy_s += ended - began
+        if self._costs.background_s != self.background_s:
+            self.background_s = dict(self._costs.background_s)  # other threads read it
         return True
 
     def _step_limits(self, *, is_contended: bool) -> Limits:
@@ -399,7 +403,7 @@ class Batcher:
             tokens = [tuple(s.tokens) for s in sequences]
             parts = self._prepared.claim(request.prepared, request.variant, tokens, request.share.flow)
             for sequence, part in zip(sequences, parts, strict=True):
-                sequence.state, sequence.computed = part.state, part.computed
+                sequence.state, sequence.computed, sequence.recomputes = part.state, part.computed, part.caused_by
         self._slots.begin_waiting(sequences, self._running, self._waiting, self._limits.max_sequences)
         self._waiting.extend(sequences)
         self._unfinished[request.request_id] = len(sequences)
@@ -452,12 +456,15 @@ class Batcher:
         try:
             logits = self._runner.forward(rows)
             self._has_computed = True
-            tokens = Counter[str]()
+            tokens, background = Counter[str](), Counter[str]()
             for sequence, work in zip(computed, plan.work, strict=True):
-                tokens[sequence.request.request_id] += work.count
+                again, cause = sequence.count_recomputed(work.count)
+                background[cause] += again
+                tokens[sequence.request.request_id] += work.count - again
                 sequence.computed += work.count
                 self._slots.record_computed(sequence)
-            background = len(extra[1].tokens) if extra is not None else 0
+            if extra is not None:
+                background[extra[0].caused_by or OWN] += len(extra[1].tokens)
             events += self._advance(
                 computed, logits[: len(computed)], masks, lambda: self._costs.split(time.monotonic(), tokens, background)
             )
@@ -487,11 +494,25 @@ class Batcher:
     def _make_room(self, plan: StepPlan) -> None:
         """Evict prepared blocks that running sequences need."""
         missing = self._prepared.preempt(max(0, -self._unused_blocks(plan)))
+        needing = self._find_needing_memory(plan) if missing else {}
         for sequence in self._waiting if missing else ():
+            self._costs.move(sequence.request.request_id, sequence.computed, needing)
             sequence.preempt()
 
+    def _find_needing_memory(self, plan: StepPlan) -> Mapping[str, int]:
+        """Return the blocks by which running requests grow in a step that preempts others."""
+        needing = Counter[str]()
+        for work in plan.work:
+            if (sequence := self._running.get(work.key)) is not None:
+                grown = blocks_for(sequence.computed + work.count) - blocks_for(sequence.computed)
+                needing[sequence.request.request_id] += grown
+        return needing
+
     def _move(self, plan: StepPlan, runner: Runner) -> Iterable[Event]:
+        needing = self._find_needing_memory(plan) if plan.preempted else {}
         for key in reversed(plan.preempted):
+            victim = self._running[key]
+            self._costs.move(victim.request.request_id, victim.computed, needing)
             self._preempt(key)
         for _ in plan.admitted:
             sequence = self._waiting.popleft()
@@ -528,7 +549,7 @@ class Batcher:
         for request_id, deltas in deltas_by_request.items():
             self._unfinished[request_id] -= sum(d.finish_reason is not None for d in deltas)
             done = self._unfinished[request_id] == 0
-            device_s = self._costs.of_request(request_id)
+            device_s = self._costs.report(request_id)
             events.append(Progressed(request_id, tuple(deltas), len(deltas), now, done, device_s))
             if done:
                 self._forget(request_id)

@@ -95,7 +95,7 @@ class EmbeddingJobs:
         job.vectors += [row.numpy().astype("<f4").tobytes() for row in vectors]
         if len(job.vectors) == len(job.request.inputs):
             self._jobs.remove(job)
-            events.append(Embedded(request_id, tuple(job.vectors), vectors.shape[-1], costs.of_request(request_id)))
+            events.append(Embedded(request_id, tuple(job.vectors), vectors.shape[-1], costs.report(request_id)))
         return events
 
     def _break(self, job: _Job, error: ThawError) -> Broken:

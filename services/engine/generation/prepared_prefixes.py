@@ -53,6 +53,8 @@ class PrepareOrder:
             that each sequence has.
         computes: The engine computes what it has not received. False: the resumed request does.
         cache_salt: Of the API key whose request may take the result; None: nothing is received.
+        caused_by: The plan that needed the memory of the request; empty: none did. None: as of the
+            last order of this name.
     """
 
     name: str
@@ -66,6 +68,7 @@ class PrepareOrder:
     on_accepted: Callable[[int, tuple[int, ...]], None] | None = None
     computes: bool = True
     cache_salt: str | None = None
+    caused_by: str | None = None
 
 
 @dataclass
@@ -75,6 +78,7 @@ class PreparedSequence:
     Its last token is left to the request, which needs the logits after it. Keys and values up to
     `written` may be in memory; those of the first `computed` tokens are complete. `choice` is that
     of a sequence that was retained. `ends` has the tokens of each layer, while they are received.
+    `caused_by`: as of its order; None: it was not ordered.
     """
 
     tokens: tuple[int, ...]
@@ -83,6 +87,7 @@ class PreparedSequence:
     written: int = 0
     choice: int = 0
     ends: list[int] = field(default_factory=list)
+    caused_by: str | None = None
 
     @property
     def blocks(self) -> int:
@@ -109,6 +114,10 @@ class _Entry:
     @property
     def blocks(self) -> int:
         return sum(p.blocks for p in self.parts)
+
+    @property
+    def caused_by(self) -> str | None:
+        return self.parts[0].caused_by if self.parts else None
 
     @property
     def left(self) -> int:
@@ -166,6 +175,9 @@ class PreparedPrefixes:
             held, cache_salt = list(old.parts), old.cache_salt if cache_salt is None else cache_salt
         now = time.monotonic()
         parts = [self._claim(held, tokens) for tokens in order.sequences]
+        caused_by = order.caused_by if order.caused_by is not None or old is None else old.caused_by
+        for part in parts:
+            part.caused_by = caused_by
         kept = self._kept[order.name] = _Entry(variant, parts, now + order.within_s, order, now + order.reply_within_s)
         kept.cache_salt = cache_salt
         if order.on_accepted is not None:
@@ -233,8 +245,12 @@ class PreparedPrefixes:
             return [PreparedSequence(tokens) for tokens in sequences]
         if kept.order is not None:
             kept.order.on_done(Conflict("The resumed request arrived before its sequences were computed"))
+        caused_by = kept.caused_by
         held = kept.parts if kept.variant == variant and kept.cache_salt in (None, cache_salt) else []
-        return [self._claim(held, tokens) for tokens in sequences]
+        claimed = [self._claim(held, tokens) for tokens in sequences]
+        for part in claimed:
+            part.caused_by = caused_by
+        return claimed
 
     def work(self, tokens: int, blocks: int) -> tuple[PreparedSequence, Row] | None:
         """The next row to compute; None if there is none, or no room.

@@ -32,7 +32,8 @@ class Sequence:
 
     `state` has keys and values of the first `computed` tokens. `unsent` is text to send with the
     next token. `preemptions` counts how often it lost them while it ran. `received` is the number
-    of tokens that were computed for it; recomputed ones count once.
+    of tokens that were computed for it; recomputed ones count once. `recomputes`: who caused the
+    migration after which its tokens are computed again (`StepCosts`); None: none did.
     """
 
     key: int
@@ -48,6 +49,7 @@ class Sequence:
     preemptions: int = 0
     matcher: TokenMatcher | None = None
     received: int = 0
+    recomputes: str | None = None
 
     @classmethod
     def from_request(cls, key: int, request: GenerationRequest, choice: Choice, tokenization: Tokenization) -> Sequence:
@@ -83,9 +85,21 @@ class Sequence:
         """True if the last step produced the logits of the next token."""
         return self.computed == len(self.tokens)
 
+    def count_recomputed(self, tokens: int) -> tuple[int, str]:
+        """Return how many of the next `tokens` another engine had computed, and the cause.
+
+        No engine has computed the last token of the sequence before.
+        """
+        if self.recomputes is None:
+            return 0, ""
+        if self.computed + tokens < len(self.tokens):
+            return tokens, self.recomputes
+        cause, self.recomputes = self.recomputes, None
+        return len(self.tokens) - 1 - self.computed, cause
+
     def preempt(self) -> None:
         """Drop its keys and values."""
-        self.computed, self.state = 0, None
+        self.computed, self.state, self.recomputes = 0, None, None
 
     def append_token(self, sampled: Sampled, tokenization: Tokenization) -> ChoiceDelta:
         """Append a sampled token and return the delta for the client."""

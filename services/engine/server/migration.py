@@ -102,6 +102,7 @@ class EngineMigration:
             order.deadline_ms / 1e3,
             _ignore,
             within_s,
+            caused_by=order.caused_by,
         )
         received = Received()
         try:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from services.engine.domain.output_format import FIELDS, is_constrained
 from services.engine.domain.standings import Standings
+from services.engine.domain.step_costs import OWN
 from services.engine.domain.tool_request import may_be_enforced
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
@@ -27,7 +28,7 @@ from services.engine.kv_transfer.exchange import KvExchange
 from services.engine.server.bounded_reads import BoundedReads
 from services.engine.server.request_reader import RequestReader
 from services.engine.server.streams import Stream, not_resumable_reason
-from shared.contracts.engine import EngineLoad
+from shared.contracts.engine import BackgroundWork, EngineLoad
 from shared.contracts.inference import (
     EmbeddingsFinished,
     EmbeddingsPart,
@@ -65,6 +66,7 @@ _WITH_FIRST_TOKEN = frozenset({Phase.FETCH, Phase.LOAD, Phase.PREFILL})
 """Phases of a request that are reported with its first token."""
 _COMPILE_WITHIN_S = 5.0
 """Seconds that the grammar of a request may take to compile."""
+_CANCELLED_KEPT = 1_000
 _QUOTES_BYTES = 3
 """Bytes around each vector in JSON: two quotes and a comma."""
 
@@ -83,6 +85,10 @@ class Serving(RequestServer[Stream]):
         self._block_bytes = 0
         self._paused = False
         self._loaded_at = 0.0
+        self._unmetered_s = 0.0
+        """Device seconds of the engine's own requests, and of results after a cancellation."""
+        self._cancelled_s: dict[str, float] = {}
+        """Device seconds of cancelled requests that were sent to their gateways."""
         self._standings: Standings | None = None
 
     def open(
@@ -115,9 +121,16 @@ class Serving(RequestServer[Stream]):
             kv_bytes_used=self.batcher.blocks_used * self._block_bytes if self.batcher is not None else 0,
             kv_bytes_wanted=self.batcher.pages_wanted * PAGE_BYTES if self.batcher is not None else 0,
             busy_s=round(self.batcher.busy_s, 6) if self.batcher is not None else 0.0,
+            background=self._list_background(),
             idle_ms=int(self.idle_s * 1000),
             adapters=self.adapters.list_loaded() if self.adapters is not None else (),
         )
+
+    def _list_background(self) -> tuple[BackgroundWork, ...]:
+        seconds = dict(self.batcher.background_s) if self.batcher is not None else {}
+        if self._unmetered_s:
+            seconds[OWN] = seconds.get(OWN, 0.0) + self._unmetered_s
+        return tuple(BackgroundWork(plan_id=cause, seconds=round(s, 6)) for cause, s in seconds.items())
 
     def pause(self) -> None:
         """Reject new requests until `unpause`. Raises `InstanceBusy` if any are running."""
@@ -268,6 +281,7 @@ class Serving(RequestServer[Stream]):
         for event in events:
             stream = self.streams.get(event.request_id)
             if stream is None or stream.request is None:
+                self._count_dropped(event)
                 continue
             match event:
                 case Admitted(at=at):
@@ -301,6 +315,7 @@ class Serving(RequestServer[Stream]):
 
     def _send_progress(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Progressed) -> None:
         stream.record_progress(event)
+        self._count_seconds(stream, event.device_s)
         self._generated += event.tokens
         phases: tuple[PhaseSpan, ...] = ()
         if not stream.first_token_sent:
@@ -323,6 +338,17 @@ class Serving(RequestServer[Stream]):
             self._send(stream, InferFinished(seq=stream.seq, usage=usage))
             self._finish(stream)
 
+    def _count_seconds(self, stream: Stream, device_s: float) -> None:
+        if stream.internal_listener is not None:
+            self._unmetered_s += device_s - stream.device_s
+        stream.device_s = device_s
+
+    def _count_dropped(self, event: Event) -> None:
+        """Count the seconds of a result that arrives after its request was cancelled."""
+        if isinstance(event, Progressed | Embedded) and event.request_id in self._cancelled_s:
+            self._unmetered_s += event.device_s - self._cancelled_s[event.request_id]
+            self._cancelled_s[event.request_id] = event.device_s
+
     def _describe_received(self, request: GenerationRequest | EmbedRequest) -> dict[str, int]:
         """Describe what a resumed request did not compute, because its source sent it."""
         if self.exchange is None or not isinstance(request, GenerationRequest) or not request.prepared:
@@ -332,6 +358,7 @@ class Serving(RequestServer[Stream]):
 
     def _send_embeddings(self, stream: Stream, request: GenerationRequest | EmbedRequest, event: Embedded) -> None:
         vectors = tuple(base64.b64encode(v).decode() for v in event.vectors)
+        self._count_seconds(stream, event.device_s)
         usage = Usage(prompt_tokens=request.prompt_tokens, device_s=round(event.device_s, 6))
         first, vectors = split_vectors(vectors, self._mesh.max_body)
         for part in first:
@@ -354,6 +381,9 @@ class Serving(RequestServer[Stream]):
     def _cancel_compute(self, stream: Stream) -> None:
         if self.batcher is not None:
             self.batcher.cancel(stream.request_id)
+            self._cancelled_s[stream.request_id] = stream.device_s
+            if len(self._cancelled_s) > _CANCELLED_KEPT:
+                del self._cancelled_s[next(iter(self._cancelled_s))]
 
     def _release(self, stream: Stream) -> None:
         if stream.deadline is not None:

@@ -46,6 +46,8 @@ class Stream:
     first_token_sent: bool = False
     seq: int = 0
     spans: list[PhaseSpan] = field(default_factory=list)
+    device_s: float = 0.0
+    """Device seconds of it, as last sent."""
     internal_listener: Callable[[BaseModel], None] | None = None
     """Receives the responses to a request of the engine itself (a probe) instead of a gateway."""
     _generated_ids: dict[int, list[int]] = field(default_factory=dict)

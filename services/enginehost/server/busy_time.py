@@ -14,6 +14,7 @@ class BusyTime:
 
     def __init__(self) -> None:
         self._at = 0.0
+        self._total_s = 0.0
         self._share = 0.0
         """Seconds that a request would have got if it had been there from the beginning."""
         self._began: dict[str, float] = {}
@@ -29,6 +30,11 @@ class BusyTime:
         began = self._began.get(request_id)
         return 0.0 if began is None else self._share - began
 
+    def read_total(self, now: float) -> float:
+        """Return the seconds with requests until now."""
+        self._advance(now)
+        return self._total_s
+
     def end(self, request_id: str, now: float) -> float:
         """Return the share of a request that the engine no longer has."""
         share = self.of_request(request_id, now)
@@ -38,4 +44,5 @@ class BusyTime:
     def _advance(self, now: float) -> None:
         if self._began and now > self._at:
             self._share += (now - self._at) / len(self._began)
+            self._total_s += now - self._at
         self._at = max(self._at, now)

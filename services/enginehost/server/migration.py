@@ -89,18 +89,19 @@ class HostMigration:
         began = time.monotonic()
         before = self._prepared.pop(order.prepared, ())
         async with self._serving.loaded(order.adapter):
-            for i, sequence in enumerate(order.sequences):
-                known = before[i] if i < len(before) else 0
-                for end in (*range(known + _PIECE_TOKENS, len(sequence), _PIECE_TOKENS), len(sequence)):
-                    asked = {
-                        "model": driver.name_of(order.adapter),
-                        "prompt": list(sequence[:end]),
-                        "max_tokens": 1,
-                        "temperature": 0,
-                    }
-                    await call(
-                        client, json_request("/v1/completions", {**asked, **fields}), "warming the prefix cache for a resume"
-                    )
+            with self._serving.work(f"prepare {order.prepared}", order.caused_by):
+                for i, sequence in enumerate(order.sequences):
+                    known = before[i] if i < len(before) else 0
+                    for end in (*range(known + _PIECE_TOKENS, len(sequence), _PIECE_TOKENS), len(sequence)):
+                        asked = {
+                            "model": driver.name_of(order.adapter),
+                            "prompt": list(sequence[:end]),
+                            "max_tokens": 1,
+                            "temperature": 0,
+                        }
+                        await call(
+                            client, json_request("/v1/completions", {**asked, **fields}), "warming the prefix cache for a resume"
+                        )
         total = sum(map(len, order.sequences))
         self._prepared[order.prepared] = tuple(map(len, order.sequences))
         while len(self._prepared) > _REMEMBERED:

@@ -9,8 +9,8 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from services.enginehost.drivers.port import Driver
@@ -21,7 +21,7 @@ from services.enginehost.server.token_tracker import TokenTracker
 from services.enginehost.server.upstream_request import UpstreamRequest, build_upstream_request
 from services.enginehost.server.usage_meter import UsageMeter
 from shared.contracts import subjects
-from shared.contracts.engine import EngineLoad
+from shared.contracts.engine import BackgroundWork, EngineLoad
 from shared.contracts.inference import (
     DATA_BYTES,
     ChoiceDelta,
@@ -52,6 +52,8 @@ from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
 
 log = logging.getLogger(__name__)
+_CAUSES = 64
+"""Causes of work that are remembered: older ones have been reported."""
 _KEPT_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
 
 
@@ -71,6 +73,8 @@ class _Stream:
     first_at: float | None = None
     cache_salt: str = ""
     adapter: ModelCard | None = None
+    device_s: float = 0.0
+    """Its seconds, as last sent."""
 
     def running(self) -> RunningRequest:
         tracker, now = self.tracker, time.monotonic()
@@ -102,6 +106,8 @@ class Serving(RequestServer[_Stream]):
         super().__init__(mesh)
         self._bodies = HeldBodyReader(mesh)
         self._busy = BusyTime()
+        self._background_s: dict[str, float] = {}
+        """Seconds that are charged to no request, by the plan that caused them."""
         self._driver: Driver | None = None
         self._client: Client | None = None
         self.adapters: AdapterCache[str] | None = None
@@ -123,6 +129,8 @@ class Serving(RequestServer[_Stream]):
             active=len(self.streams),
             completed=self._completed,
             generated_tokens=self._generated,
+            busy_s=round(self._busy.read_total(time.monotonic()), 6),
+            background=tuple(BackgroundWork(plan_id=cause, seconds=round(s, 6)) for cause, s in self._background_s.items()),
             idle_ms=int(self.idle_s * 1000),
             adapters=self.adapters.list_loaded() if self.adapters is not None else (),
         )
@@ -183,14 +191,36 @@ class Serving(RequestServer[_Stream]):
         self._busy.begin(stream.request_id, time.monotonic())
         try:
             usage = await self._receive(stream, await client.send(outgoing), upstream)
-        finally:
-            device_s = self._busy.end(stream.request_id, time.monotonic())
+        except BaseException:
+            self._count_background(self._busy.end(stream.request_id, time.monotonic()) - stream.device_s)
+            raise
+        device_s = self._busy.end(stream.request_id, time.monotonic())
         self._send(stream, InferEnd(seq=stream.seq, usage=usage.model_copy(update={"device_s": round(device_s, 6)})))
         resume_state = upstream.tracker.resume_state if upstream.tracker is not None else None
         self._generated += usage.completion_tokens - (resume_state.kept if resume_state is not None else 0)
         self._completed += 1
         record_phases(stream.timeline.spans(), context_of(stream.parent))
         self._remove(stream)
+
+    @contextmanager
+    def work(self, name: str, caused_by: str) -> Iterator[None]:
+        """Count the engine's work meanwhile as that of no request.
+
+        Args:
+            name: Of the work, other than those of requests.
+            caused_by: The plan that made it necessary; empty: none did.
+        """
+        self._busy.begin(name, time.monotonic())
+        try:
+            yield
+        finally:
+            self._count_background(self._busy.end(name, time.monotonic()), caused_by)
+
+    def _count_background(self, seconds: float, caused_by: str = "") -> None:
+        if seconds > 0:
+            self._background_s[caused_by] = self._background_s.get(caused_by, 0.0) + seconds
+        if len(self._background_s) > _CAUSES:
+            del self._background_s[next(cause for cause in self._background_s if cause)]
 
     async def _receive(self, stream: _Stream, response: Response, upstream: UpstreamRequest) -> Usage:
         """Relay a response, and return its usage."""
@@ -286,7 +316,7 @@ class Serving(RequestServer[_Stream]):
             progress = tuple(deltas) if start == starts[-1] else ()
             if first or progress:
                 phases = stream.timeline.spans() if first else ()
-                device_s = round(self._busy.of_request(stream.request_id, time.monotonic()), 6)
+                device_s = stream.device_s = round(self._busy.of_request(stream.request_id, time.monotonic()), 6)
                 message = InferData(seq=stream.seq, data=encoded.decode(), phases=phases, progress=progress, device_s=device_s)
                 self._send(stream, message)
                 first = False

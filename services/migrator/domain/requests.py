@@ -122,6 +122,7 @@ def _prepare(t: Turn, name: str, tokens: TokensRead, sequences: tuple[tuple[int,
         sequences=sequences,
         adapter=tokens.adapter,
         cache_salt=tokens.cache_salt,
+        caused_by=t.work.record.plan_id or "",
         kv=job.kv if way == "transfer" else None,
     )
     t.ask(f"prepare:{name}", "engine", t.work.record.instance_id, message)

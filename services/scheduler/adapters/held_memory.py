@@ -11,14 +11,22 @@ import logging
 from dataclasses import dataclass, field
 
 from services.scheduler.adapters.ledger import HeldBatch, Ledger
-from services.scheduler.domain.holdings import Charge, Holding, charge, list_holdings
+from services.scheduler.domain.background_work import BackgroundReading, find_processes, list_background
+from services.scheduler.domain.holdings import HOUR_S, Charge, Holding, charge, list_cached, list_holdings
 from services.scheduler.domain.state.cluster import ClusterState
+from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import NodeStatus
 
 log = logging.getLogger(__name__)
 FLUSH_PERIOD_S = 10.0
+_CACHE = "/dram"
+"""Behind a node's name, that of the clock of its cached weights."""
 _PLANS_SINCE_S = 3600.0
 """Plans of starts that are looked at: a start that takes longer is charged by the next leader."""
+
+
+_GIVEN_UP_AFTER_S = 1800.0
+"""The owner pays for a start for which no request was recorded within it; a later one shares it."""
 
 
 @dataclass(slots=True)
@@ -31,6 +39,8 @@ class _Node:
     held: tuple[Holding, ...] | None = None
     opened_at: float = 0.0
     charges: dict[Charge, float] = field(default_factory=dict)
+    processes: dict[str, int] = field(default_factory=dict)
+    readings: frozenset[BackgroundReading] = frozenset()
 
 
 class HeldMemory:
@@ -52,6 +62,8 @@ class HeldMemory:
         self._nodes: dict[str, _Node] = {}
         self._clocks: dict[str, float] = {}
         self._pending: tuple[HeldBatch, ...] = ()
+        self._readings: dict[tuple[str, str], BackgroundReading] = {}
+        """New readings of background work, which are not recorded yet."""
         self._plans_since_s = 24 * _PLANS_SINCE_S
 
     async def load(self) -> None:
@@ -60,18 +72,33 @@ class HeldMemory:
 
     def on_status(self, status: NodeStatus, now: float) -> None:
         """Charge the time since the node's last report."""
-        node = self._nodes.get(status.node)
-        if node is None:
-            since = min(now, self._clocks.get(status.node, now))
-            node = self._nodes[status.node] = _Node(since, opened_at=since)
-        elif node.boot_id == status.boot_id and status.seq < node.seq:
+        node = self._find(status.node, now)
+        if node.boot_id == status.boot_id and status.seq < node.seq:
             return
-        held = list_holdings(status)
+        node.processes = find_processes(status, node.processes)
+        readings = frozenset(list_background(status, node.processes))
+        self._readings |= {(r.engine, r.plan_id): r for r in readings - node.readings}
+        node.readings = readings
+        self._advance(node, list_holdings(status), now)
+        node.boot_id, node.seq = status.boot_id, status.seq
+
+    def on_loader_status(self, status: LoaderStatus, now: float) -> None:
+        """Charge the time of a node's cached weights since its loader's last status."""
+        self._advance(self._find(f"{status.node}{_CACHE}", now), list_cached(status), now)
+
+    def _find(self, name: str, now: float) -> _Node:
+        node = self._nodes.get(name)
+        if node is None:
+            since = min(now, self._clocks.get(name, now))
+            node = self._nodes[name] = _Node(since, opened_at=since)
+        return node
+
+    def _advance(self, node: _Node, held: tuple[Holding, ...], now: float) -> None:
         # The first report of a term stands for the time without a leader, too.
         before = node.held if node.held is not None else held
         for what, amount in charge(before, held, (node.since, now), self._known_since, self._longest_s).items():
             node.charges[what] = node.charges.get(what, 0.0) + amount
-        node.since, node.boot_id, node.seq, node.held = max(now, node.since), status.boot_id, status.seq, held
+        node.since, node.held = max(now, node.since), held
 
     def _known_since(self, instance_id: str) -> float:
         instance = self._state.instances.get(instance_id)
@@ -81,8 +108,8 @@ class HeldMemory:
     async def flush(self, now: float) -> None:
         """Record what was charged since the last time; a batch that failed goes first.
 
-        Starts that no request asked for are charged to the owners of their models, and what starts
-        took from others is recorded.
+        Starts that no request asked for are charged to the owners of their models. What starts took
+        from others, and what engines worked for no request, is recorded.
 
         Raises:
             StaleEpoch: Another leader was elected.
@@ -93,7 +120,14 @@ class HeldMemory:
         if self._pending:
             await self._ledger.record_held(self._epoch, self._pending)
             self._pending = ()
-        await self._ledger.record_starts(self._epoch, now - self._plans_since_s, self._owner)
+        if readings := self._readings:
+            self._readings = {}
+            try:
+                await self._ledger.record_background(self._epoch, tuple(readings.values()), int(now // HOUR_S), self._owner)
+            except BaseException:
+                self._readings = readings | self._readings
+                raise
+        await self._ledger.record_starts(self._epoch, now - self._plans_since_s, self._owner, now - _GIVEN_UP_AFTER_S)
         self._plans_since_s = _PLANS_SINCE_S
 
     def _take(self) -> tuple[HeldBatch, ...]:
@@ -105,7 +139,21 @@ class HeldMemory:
         return tuple(batches)
 
     def _rows(self, charges: dict[Charge, float]) -> dict[tuple[int, str, str, str], float]:
-        return {(hour, self._owner(model), model, kind): amount for (hour, model, kind), amount in charges.items()}
+        rows: dict[tuple[int, str, str, str], float] = {}
+        by_revision = self._group_models() if any(kind == "cache" for _, _, kind in charges) else {}
+        for (hour, holder, kind), amount in charges.items():
+            models = by_revision.get(holder, [""]) if kind == "cache" else [holder]
+            for model in models:
+                row = (hour, self._owner(model), model, kind)
+                rows[row] = rows.get(row, 0.0) + amount / len(models)
+        return rows
+
+    def _group_models(self) -> dict[str, list[str]]:
+        """Return the models by the revision of their weights."""
+        found: dict[str, list[str]] = {}
+        for model in self._state.models.values():
+            found.setdefault(model.card.info.revision, []).append(model.key)
+        return found
 
     def _owner(self, model: str) -> str:
         known = self._state.models.get(model)

@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import RowMapping, Select, delete, func, select
+from sqlalchemy import RowMapping, Select, delete, exists, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.scheduler.adapters import tables
+from services.scheduler.adapters.background_charges import record_background, select_background
 from services.scheduler.adapters.repository import require_epoch
 from services.scheduler.adapters.start_charges import record_displacements, select_charged_phases, select_start_charges
 from services.scheduler.adapters.start_phases import record_start_phases
 from services.scheduler.adapters.usage_dimensions import group_dimensions, inside, select_dimensions
 from services.scheduler.adapters.usage_roll_up import roll_up
+from services.scheduler.domain.background_work import BackgroundReading
 from shared.contracts.prices import Cost, Prices
 from shared.contracts.usage import (
     HOURLY_HOURS,
@@ -47,6 +49,16 @@ _COUNTS = (
     "compute_cpu_us",
     "compute_cuda_us",
 )
+_COMPUTING = ("compute_cpu_us", "compute_cuda_us")
+_KEPT = (
+    tables.usage,
+    tables.displacements,
+    tables.cold_waits,
+    tables.start_phases,
+    tables.held_memory,
+    tables.background_work,
+)
+"""Tables with the rows of `RETENTION_HOURS`."""
 _STARTS = ("cold_start_s", "restart_s", "victims", "clearing_s")
 Tokens = tuple[int, int, int]
 """Prompt, cached and completion tokens."""
@@ -108,6 +120,9 @@ class Ledger:
             for row in (await connection.execute(select_charged_phases(query, by))).mappings():
                 phases = sums.setdefault(tuple(row[name] for name in by), _Sum()).phases
                 phases[row["phase"]] = phases.get(row["phase"], 0.0) + float(row["cold_start_s"] or 0.0)
+            for row in (await connection.execute(select_background(query, by))).mappings():
+                found = sums.setdefault(tuple(row[name] for name in by), _Sum())
+                found.background_us[row["device_kind"]] = float(row["us"])
             for row in (await connection.execute(_select_held(query, by))).mappings():
                 found = sums.setdefault(tuple(row[name] for name in by), _Sum())
                 found.byte_s[row["kind"]] = found.byte_s.get(row["kind"], 0.0) + float(row["byte_s"] or 0.0)
@@ -121,7 +136,9 @@ class Ledger:
             UsageSum(
                 **dict(zip(query.by, name, strict=True)),
                 counts=Counts(
-                    **{n: total.counts.get(n, 0) for n in _COUNTS},
+                    **{n: total.counts.get(n, 0) for n in _COUNTS if n not in _COMPUTING},
+                    **{f"compute_{kind}_us": us for kind, us in total.compute_us.items()},
+                    background_s=sum(total.background_us.values()) / 1e6,
                     **total.starts,
                     cold_device_s=sum(total.device_s.values()),
                     clearing_device_s=sum(total.clearing_s.values()),
@@ -162,6 +179,26 @@ class Ledger:
                 of_key.clearing[row["device_kind"]] = float(row["clearing_device_s"])
         return found
 
+    async def sum_background_us(self, since: int) -> dict[str, dict[str, float]]:
+        """Sum up the microseconds of no request from an hour on, by key and kind of device."""
+        found: dict[str, dict[str, float]] = {}
+        async with self._engine.connect() as connection:
+            for row in (await connection.execute(select_background(ViewUsage(since=since), ("key",)))).mappings():
+                found.setdefault(row["key"], {})[row["device_kind"]] = float(row["us"])
+        return found
+
+    async def record_background(
+        self, epoch: int, readings: Sequence[BackgroundReading], hour: int, owner: Callable[[str], str]
+    ) -> None:
+        """Record what engines have worked for no request; see `background_charges`.
+
+        Raises:
+            StaleEpoch: `epoch` is not the present one.
+        """
+        async with self._engine.begin() as connection:
+            await require_epoch(connection, epoch)
+            await record_background(connection, readings, hour, owner)
+
     async def record_held(self, epoch: int, batches: Iterable[HeldBatch]) -> None:
         """Record memory held, in one transaction with the nodes' clocks.
 
@@ -192,8 +229,8 @@ class Ledger:
                     [{"node": b.node, "until": b.end} for b in new],
                 )
 
-    async def record_starts(self, epoch: int, since: float, owner: Callable[[str], str]) -> None:
-        """Charge starts that no request asked for to their models' owners.
+    async def record_starts(self, epoch: int, since: float, owner: Callable[[str], str], given_up: float = 0.0) -> None:
+        """Charge starts that no request asked for, or waited for, to their models' owners.
 
         Requests that waited for such a start share it with the owner, who counts as one of them.
         What starts took from others and their phases are recorded as well. A start that was
@@ -203,6 +240,8 @@ class Ledger:
             epoch: The leader's epoch.
             since: Unix seconds of the oldest plan.
             owner: Returns the key that is charged for a model.
+            given_up: Plans before it (Unix seconds) for which no request has waited count as starts
+                that no request asked for: their requests were given up, or migrated.
 
         Raises:
             StaleEpoch: `epoch` is not the present one.
@@ -212,10 +251,12 @@ class Ledger:
         asked = select(plans.c.plan_id, plans.c.model, plans.c.created, plans.c.measured_ms, plans.c.chosen)
         async with self._engine.begin() as connection:
             await require_epoch(connection, epoch)
-            found = (await connection.execute(asked.where(ready, plans.c.trigger.in_(_UNASKED)))).mappings()
-            if waits := [_wait_of_owner(row, owner(row["model"])) for row in found if row["chosen"] is not None]:
-                starts = insert(tables.cold_waits).on_conflict_do_nothing(index_elements=["plan_id", "key", "model", "adapter"])
-                await connection.execute(starts, [wait.model_dump() for wait in waits])
+            waits = tables.cold_waits
+            is_given_up = (plans.c.created < given_up) & ~exists().where(waits.c.plan_id == plans.c.plan_id)
+            found = (await connection.execute(asked.where(ready, plans.c.trigger.in_(_UNASKED) | is_given_up))).mappings()
+            if rows := [_wait_of_owner(row, owner(row["model"])) for row in found if row["chosen"] is not None]:
+                starts = insert(waits).on_conflict_do_nothing(index_elements=["plan_id", "key", "model", "adapter"])
+                await connection.execute(starts, [wait.model_dump() for wait in rows])
             await record_displacements(connection, since, owner)
             await record_start_phases(connection, since)
 
@@ -240,11 +281,11 @@ class Ledger:
         """
         async with self._engine.begin() as connection:
             await require_epoch(connection, epoch)
-            for table in (tables.usage, tables.displacements, tables.cold_waits, tables.start_phases, tables.held_memory):
+            for table in _KEPT:
                 await connection.execute(delete(table).where(table.c.hour < _first_of_day(hour - RETENTION_HOURS)))
             clocks = tables.held_clocks
             await connection.execute(delete(clocks).where(clocks.c.until < (hour - _SPOOL_HOURS) * 3600.0))
-            for table in (tables.usage_spools, tables.metered_responses):
+            for table in (tables.usage_spools, tables.metered_responses, tables.background_readings):
                 await connection.execute(delete(table).where(table.c.hour < hour - _SPOOL_HOURS))
             await roll_up(connection, _first_of_day(hour - HOURLY_HOURS))
 
@@ -268,7 +309,7 @@ class _Sum:
 
     `starts`: by the names of `Counts`. `phases`: seconds of starts by phase. `device_s`,
     `clearing_s`: device-seconds of starts and of clearing by the kind of the device. `byte_s`: by
-    the kind of the memory.
+    the kind of the memory. `background_us`: computing for no request, by the kind of the device.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -277,6 +318,7 @@ class _Sum:
     device_s: dict[str, float] = field(default_factory=dict)
     clearing_s: dict[str, float] = field(default_factory=dict)
     byte_s: dict[str, float] = field(default_factory=dict)
+    background_us: dict[str, float] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
 
     def add(self, other: _Sum) -> None:
@@ -288,10 +330,16 @@ class _Sum:
             (self.device_s, other.device_s),
             (self.clearing_s, other.clearing_s),
             (self.byte_s, other.byte_s),
+            (self.background_us, other.background_us),
         ):
             for name, amount in others.items():
                 mine[name] = mine.get(name, 0.0) + amount
         self.cost = self.cost.plus(other.cost)
+
+    @property
+    def compute_us(self) -> dict[str, int]:
+        """Microseconds of computing by kind of device, for requests and for none."""
+        return {kind: us + round(self.background_us.get(kind, 0.0)) for kind, us in compute_us(self.counts).items()}
 
     def add_starts(self, row: RowMapping) -> None:
         """Add a row of `select_start_charges`."""
@@ -313,7 +361,7 @@ class StartSeconds:
 def _cost(found: _Sum, model: str, prices: Prices) -> Cost:
     counts = found.counts
     tokens = (counts.get("prompt_tokens", 0), counts.get("cached_tokens", 0), counts.get("completion_tokens", 0))
-    return prices.cost(model, tokens, found.device_s, found.byte_s, compute_us(counts), found.clearing_s)
+    return prices.cost(model, tokens, found.device_s, found.byte_s, found.compute_us, found.clearing_s)
 
 
 def compute_us(counts: Mapping[str, Any]) -> dict[str, int]:

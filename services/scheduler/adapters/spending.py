@@ -19,8 +19,8 @@ from shared.contracts.usage import Counts, Period, ReportUsage, SpendingViewed, 
 class _Sums:
     """Sums since `since`.
 
-    Tokens by key and model; microseconds of computing and byte-seconds held, by key and kind; what
-    starts cost by key.
+    Tokens by key and model; microseconds of computing, for requests and for none, and byte-seconds
+    held, by key and kind; what starts cost by key.
     """
 
     since: int
@@ -28,6 +28,12 @@ class _Sums:
     compute_us: dict[str, dict[str, int]] = field(default_factory=dict)
     starts: dict[str, StartSeconds] = field(default_factory=dict)
     byte_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    background_us: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def compute_of(self, key: str) -> dict[str, int]:
+        """Return a key's microseconds by kind, for requests and for none."""
+        own, background = self.compute_us.get(key, {}), self.background_us.get(key, {})
+        return {kind: own.get(kind, 0) + round(background.get(kind, 0.0)) for kind in (*own, *background)}
 
     def add(self, row: UsageRow) -> None:
         self.add_tokens(row.key, row.model, _tokens(row.counts))
@@ -49,7 +55,7 @@ class Spending:
         self._prices = ledger.prices
         self._period: Period | None = None
         self._day, self._month = _Sums(0), _Sums(0)
-        self._has_new_starts = self._has_new_memory = False
+        self._has_new_starts = self._has_new_memory = self._has_new_background = False
 
     async def record(self, epoch: int, report: ReportUsage, hour: int) -> UsageRecorded:
         """Record a report in the ledger; as `Ledger.record`."""
@@ -60,8 +66,8 @@ class Spending:
             raise
 
     def note_held(self) -> None:
-        """Read the memory held and the starts again: more of them were recorded."""
-        self._has_new_starts = self._has_new_memory = True
+        """Read memory held, starts and work of no request again: more of them was recorded."""
+        self._has_new_starts = self._has_new_memory = self._has_new_background = True
 
     def _add(self, report: ReportUsage) -> None:
         if self._period is None:
@@ -79,11 +85,16 @@ class Spending:
         if self._period != period:
             self._period = None
             self._day, self._month = await self._read(period.day), await self._read(period.month)
-            self._period, self._has_new_starts, self._has_new_memory = period, True, True
+            self._period = period
+            self.note_held()
         if self._has_new_starts and (query.has_device_seconds_budget or self._are_starts_priced()):
             for sums in (self._day, self._month):
                 sums.starts = await self._ledger.sum_starts(sums.since)
             self._has_new_starts = False
+        if self._has_new_background:
+            for sums in (self._day, self._month):
+                sums.background_us = await self._ledger.sum_background_us(sums.since)
+            self._has_new_background = False
         if self._has_new_memory and self._prices is not None and self._prices.gib_hours:
             for sums in (self._day, self._month):
                 sums.byte_s = await self._ledger.sum_byte_s(sums.since)
@@ -114,7 +125,7 @@ class Spending:
     def _cost(self, sums: _Sums, key: str) -> Decimal:
         if self._prices is None:
             return Decimal(0)
-        starts, byte_s, us = sums.starts.get(key, StartSeconds()), sums.byte_s.get(key), sums.compute_us.get(key)
+        starts, byte_s, us = sums.starts.get(key, StartSeconds()), sums.byte_s.get(key), sums.compute_of(key)
         others = self._prices.cost("", (0, 0, 0), starts.cold, byte_s, us, starts.clearing).total
         return sum((self._prices.cost(m, tokens).total for m, tokens in sums.tokens.get(key, {}).items()), others)
 
@@ -126,7 +137,7 @@ def _count(sums: _Sums, key: str) -> int:
 def _device_s(sums: _Sums, key: str) -> float:
     """Sum up computing and cold starts; the seconds of clearing are a part of their starts."""
     started = sums.starts.get(key, StartSeconds())
-    return sum(sums.compute_us.get(key, {}).values()) / 1e6 + sum(started.cold.values())
+    return sum(sums.compute_of(key).values()) / 1e6 + sum(started.cold.values())
 
 
 def _tokens(counts: Counts) -> Tokens:

@@ -219,9 +219,34 @@ held_memory = Table(
     Column("kind", Text, primary_key=True),
     Column("byte_s", Float, nullable=False),
 )
-"""Byte-seconds that instances held on devices (cpu, cuda), or suspended in host memory (host)."""
+"""Byte-seconds that instances held on devices (cpu, cuda), or suspended in host memory (host), and
+those of cached weights (cache).
+"""
 held_clocks = Table("held_clocks", metadata, Column("node", Text, primary_key=True), Column("until", Float, nullable=False))
 """Unix seconds up to which each node's memory is recorded."""
+background_work = Table(
+    "background_work",
+    metadata,
+    Column("hour", Integer, primary_key=True),
+    Column("key", Text, primary_key=True),
+    Column("model", Text, primary_key=True),
+    Column("plan_id", Text, primary_key=True),
+    Column("device_kind", Text, primary_key=True),
+    Column("us", BigInteger, nullable=False),
+    Index("background_work_by_plan", "plan_id"),
+)
+"""Device time that is charged to no request. The requests that waited for the plan share it;
+without such requests `key` pays.
+"""
+background_readings = Table(
+    "background_readings",
+    metadata,
+    Column("engine", Text, primary_key=True),
+    Column("plan_id", Text, primary_key=True),
+    Column("us", BigInteger, nullable=False),
+    Column("hour", Integer, nullable=False),
+)
+"""What the engines' meters of such time showed last."""
 pulls = Table(
     "pulls",
     metadata,

@@ -21,7 +21,7 @@ async def roll_up(connection: AsyncConnection, before: int) -> None:
         connection: A transaction that is guarded by the leader's epoch.
         before: Hours since 1970.
     """
-    for table in (tables.usage, tables.held_memory):
+    for table in (tables.usage, tables.held_memory, tables.background_work):
         await _roll_up_table(connection, table, before)
 
 

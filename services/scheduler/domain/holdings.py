@@ -1,9 +1,12 @@
-"""Which memory instances hold, and for how long: what is charged for memory over time (ADR 0087).
+"""Which memory models hold, and for how long: what is charged for memory over time (ADR 0087).
 
 A node's status says what each of its devices has reserved. All of it is charged: instances that
 share units or an executor share what the device has reserved, in proportion to their own
 reservations, and what no instance holds is charged to no model. So the sum over the models is the
 integral of the devices' reserved bytes.
+
+A loader's status says how much host memory is cached weights (ADR 0097). Memory of its cache that
+holds no weights is charged to no model.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import NodeStatus
 from shared.contracts.prices import MemoryKind
+from shared.contracts.stages import weights_of
 
 HOUR_S = 3600
 
@@ -22,9 +27,12 @@ class Holding:
     """Bytes of one kind of memory that an instance holds.
 
     Attributes:
-        instance_id: Empty: no instance, as the executor of a device without models.
-        model: Empty: no model.
+        instance_id: Empty: no instance, as the executor of a device without models. The id of the
+            weights, if they are cached.
+        model: Empty: no model. The revision of the weights, if they are cached: several models may
+            have it.
         kind: cpu, cuda: reserved on devices of this kind. host: the snapshot of a suspended engine.
+            cache: host memory with weights that no instance uses.
     """
 
     instance_id: str
@@ -48,6 +56,14 @@ def list_holdings(status: NodeStatus) -> tuple[Holding, ...]:
         found += [Holding(s.instance_id, s.model, device.kind, device.reserved_bytes * part / total) for s, part in there]
     parked = (s for s in status.instances if s.state.parked and s.suspension.snapshot_bytes)
     return (*found, *(Holding(s.instance_id, s.model, "host", s.suspension.snapshot_bytes) for s in parked))
+
+
+def list_cached(status: LoaderStatus) -> tuple[Holding, ...]:
+    """Return what cached weights hold in a node's host memory, and the rest of the cache."""
+    cached = [c for c in status.cached if c.tier == "dram"]
+    rest = status.dram_bytes - sum(c.nbytes for c in cached)
+    found = tuple(Holding(c.weights_id, weights_of(c.weights_id), "cache", c.nbytes) for c in cached)
+    return (*found, Holding("", "", "cache", rest)) if rest > 0 else found
 
 
 Charge = tuple[int, str, MemoryKind]

@@ -61,6 +61,18 @@ async def test_time_of_the_engine_is_divided_among_its_requests(hosts: Hosts) ->
     assert all(0 < first < share for first, share in zip(firsts, shares, strict=True))
 
 
+async def test_abandoned_work_is_that_of_no_request(hosts: Hosts) -> None:
+    instance = await ready(hosts)
+    stream = await hosts.ask(instance, "completion", prompt="x", stream=True, fake={"tokens": 1000, "pace": 0.01})
+    await stream.until(lambda replies: len(replies) > 3)
+    await hosts.cancel(instance, stream.request_id)
+    load = (await hosts.reported(instance, lambda r: not r.load.active and bool(r.load.background))).load
+    sent_s = max(r.device_s for r in stream.replies if isinstance(r, InferData))
+    (work,) = load.background
+    assert work.plan_id == ""
+    assert sent_s + work.seconds == pytest.approx(load.busy_s, abs=1e-4)
+
+
 async def test_tools_json_mode_and_unknown_fields_reach_the_engine_unchanged(hosts: Hosts) -> None:
     instance = await ready(hosts)
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}

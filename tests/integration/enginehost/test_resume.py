@@ -110,13 +110,16 @@ async def test_prepare_fills_the_engines_prefix_cache(hosts: Hosts, tmp_path: Pa
     instance = await ready(hosts, tmp_path)
     control = subjects.engine_control(instance)
     tokens = tuple(prompt_of({"messages": HELLO}))
-    first = PrepareResume(prepared="m", revision="r1", sequences=(tokens,))
+    first = PrepareResume(prepared="m", revision="r1", sequences=(tokens,), caused_by="p-1")
     assert (await hosts.mesh.request(control, first, ResumePrepared)).tokens == len(tokens)
     longer = first.model_copy(update={"sequences": ((*tokens, 65, 66),)})
     assert (await hosts.mesh.request(control, longer, ResumePrepared)).tokens == 2
     calls = (await hosts.other(instance, "/stats", "GET")).json["calls"]
     asked = [body for _, path, body in calls if path == "/v1/completions" and body.get("priority") == LAST_PRIORITY]
     assert [bytes(body["prompt"]) for body in asked] == [bytes(tokens), bytes((*tokens, 65, 66))], "after all others"
+    load = (await hosts.reported(instance, lambda r: any(w.plan_id for w in r.load.background))).load
+    assert [w.plan_id for w in load.background] == ["p-1"]
+    assert sum(w.seconds for w in load.background) == pytest.approx(load.busy_s, abs=1e-4)
     await hosts.mesh.request(control, ForgetResume(prepared="m"), Done)
     with pytest.raises(Conflict, match="r2"):
         await hosts.mesh.request(control, first.model_copy(update={"revision": "r2"}), ResumePrepared)

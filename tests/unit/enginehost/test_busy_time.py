@@ -36,5 +36,7 @@ def test_sum_over_requests_is_the_time_with_any_request(events: list[tuple[int, 
         else:
             there.add(name)
             busy.begin(name, now)
+    in_all = busy.read_total(now)
     charged += sum(busy.end(name, now) for name in there)
     assert charged == pytest.approx(expected, abs=1e-6)
+    assert in_all == pytest.approx(expected, abs=1e-6)

@@ -145,6 +145,17 @@ def test_prefix_is_prepared_in_the_part_of_the_cache_that_the_request_uses() -> 
     assert {order.cache_salt for order in orders} == {f"salt of {request.name}-1"}
 
 
+@pytest.mark.parametrize("plan_id", ["p-1", None])
+def test_destination_is_sent_the_plan_that_needs_the_memory(plan_id: str | None) -> None:
+    world = World()
+    request = world.request()
+    world.migrator()
+    world.put(world.order(request).model_copy(update={"plan_id": plan_id}))
+    letter = until(world, PrepareResume)
+    assert isinstance(letter.ask.message, PrepareResume)
+    assert letter.ask.message.caused_by == (plan_id or "")
+
+
 def test_request_that_finishes_during_migration_leaves_nothing_prepared() -> None:
     world = World()
     request = world.request()

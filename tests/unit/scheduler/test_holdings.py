@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.domain.holdings import HOUR_S, Charge, Holding, charge, list_holdings
+from services.scheduler.domain.holdings import HOUR_S, Charge, Holding, charge, list_cached, list_holdings
+from shared.contracts.loader import CachedModel, LoaderStatus
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus, NodeStatus, Suspension
 
 READY, SUSPENDED = InstanceState.READY, InstanceState.SUSPENDED
@@ -62,6 +63,17 @@ def test_shared_units_and_executors_are_charged_once() -> None:
 def test_a_suspended_engine_holds_its_rest_and_its_snapshot() -> None:
     found = list_holdings(status({"cuda:0": 30}, instance("a", 30, "cuda:0", state=SUSPENDED, snapshot=970)))
     assert by_model(found) == {("a", "cuda"): 30, ("a", "host"): 970}
+
+
+def test_cached_weights_and_the_rest_of_the_cache_are_its_memory() -> None:
+    cached = (
+        CachedModel(weights_id="r.layers-0-2-4", tier="dram", nbytes=300),
+        CachedModel(weights_id="s", tier="dram", nbytes=100),
+        CachedModel(weights_id="s", tier="ssd", nbytes=100),
+    )
+    found = list_cached(LoaderStatus(node="n", boot_id="b", cached=cached, dram_bytes=450))
+    assert by_model(found) == {("r", "cache"): 300, ("s", "cache"): 100, ("", "cache"): 50}
+    assert list_cached(LoaderStatus(node="n", boot_id="b")) == ()
 
 
 def test_an_interval_is_split_at_the_hour() -> None:

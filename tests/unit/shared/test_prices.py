@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shared.contracts.plans import PlanRecord
-from shared.contracts.prices import Cost, Prices
+from shared.contracts.prices import GIB_HOUR, Cost, Prices
 from shared.contracts.usage import Counts
 
 PRICES = Prices.model_validate(
@@ -80,3 +80,11 @@ def test_messages_of_version_01_have_no_victims_and_no_clearing() -> None:
     assert Cost.model_validate({"prompt": "1", "total": "1"}).clearing == 0
     plan = PlanRecord.model_validate({"plan_id": "p", "model": "m", "created": 0, "trigger": "demand", "way": "load"})
     assert (plan.preempted, plan.caused_by) == (None, None)
+
+
+def test_cached_weights_have_a_price_and_a_cost_of_their_own() -> None:
+    prices = Prices(currency="EUR", gib_hours={"host": Decimal(2), "cache": Decimal("0.5")})
+    cost = prices.cost("m", (0, 0, 0), byte_s={"host": 3 * GIB_HOUR, "cache": 4 * GIB_HOUR})
+    assert [cost.memory, cost.cache, cost.total] == [6, 2, 8]
+    free = Prices(currency="EUR", gib_hours={"host": Decimal(2)})
+    assert free.cost("m", (0, 0, 0), byte_s={"cache": 4 * GIB_HOUR}).total == 0

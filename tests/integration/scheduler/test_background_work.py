@@ -1,0 +1,243 @@
+"""Device time of no request, and cached weights, are charged once, to who needed them."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from services.scheduler.adapters.database import connect, migrate, plain_url
+from services.scheduler.adapters.held_memory import HeldMemory
+from services.scheduler.adapters.leadership import leadership
+from services.scheduler.adapters.ledger import Ledger
+from services.scheduler.adapters.repository import Repository, StaleEpoch
+from services.scheduler.adapters.spending import Spending
+from services.scheduler.domain.holdings import HOUR_S
+from services.scheduler.domain.state.changes import Put
+from services.scheduler.domain.state.cluster import ClusterState
+from shared.contracts.engine import BackgroundWork, EngineLoad
+from shared.contracts.loader import CachedModel, LoaderStatus
+from shared.contracts.node import InstanceStatus, NodeStatus
+from shared.contracts.prices import GIB_HOUR, Prices
+from shared.contracts.usage import HOURLY_HOURS, RETENTION_HOURS, Counts, ReportUsage, UsageRow, ViewSpending, ViewUsage
+from tests.integration.scheduler.test_displacements import plan, waited
+from tests.unit.scheduler.test_holdings import instance, status
+from tests.unit.scheduler.world import World
+
+HOUR = 500_000
+START = float(HOUR * HOUR_S)
+PRICES = Prices(
+    currency="EUR", compute_seconds={"cuda": Decimal(2), "cpu": Decimal(1)}, gib_hours={"cache": Decimal(3), "host": Decimal(100)}
+)
+
+
+@pytest.fixture
+async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
+    engine = connect(database_url)
+    await migrate(engine)
+    yield engine
+    await engine.dispose()
+
+
+def owned(**owners: str) -> ClusterState:
+    w = World()
+    w.node()
+    for name, owner in owners.items():
+        w.model(name, owner=owner)
+    return w.state
+
+
+def working(name: str, *devices: str, pid: int = 7, **seconds: float) -> InstanceStatus:
+    """Return an instance whose engine has worked so long for each plan; `own`: for none."""
+    work = tuple(BackgroundWork(plan_id=p if p != "own" else "", seconds=s) for p, s in seconds.items())
+    fields = {"load": EngineLoad(background=work), "pids": (pid,) if pid else ()}
+    return instance(name, 1, *devices).model_copy(update=fields)
+
+
+def report(seq: int, *instances: InstanceStatus) -> NodeStatus:
+    return status({"cuda:0": 0}, *instances).model_copy(update={"seq": seq})
+
+
+async def by_key(ledger: Ledger, *by: Any) -> dict[Any, Counts]:
+    rows = (await ledger.view(ViewUsage(since=0, by=by or ("key",)))).rows
+    return {tuple(getattr(r, name) for name in by) if by else r.key: r.counts for r in rows}
+
+
+async def test_requests_that_needed_the_memory_share_the_work_and_owners_pay_for_the_rest(
+    engine: AsyncEngine, database_url: str
+) -> None:
+    ledger, repository, state = Ledger(engine, PRICES), Repository(engine), owned(small="team", large="boss")
+    async with leadership(plain_url(database_url)) as term:
+        await repository.commit(term.epoch, [Put(plan("p", "large", measured_ms=0.0)), Put(plan("q", "large", measured_ms=0.0))])
+        used = Counts(requests=1, compute_cuda_us=1_000_000)
+        own = ReportUsage(
+            spool="own", start=0, end=1, rows=(UsageRow(hour=HOUR, key="team", model="small", adapter="", counts=used),)
+        )
+        await ledger.record(term.epoch, own, HOUR)
+        for key, requests in (("alice", 3), ("bob", 1)):
+            await ledger.record(term.epoch, waited(key, "p", "large", key, requests, start_s=0.0), HOUR)
+        meter = HeldMemory(ledger, state, term.epoch, longest_s=5.0)
+        await meter.load()
+        meter.on_status(report(1, working("small-1", "cuda:0", "cuda:1", own=2.0, p=4.0, q=0.5)), START)
+        await meter.flush(START)
+        found = await by_key(ledger, "key", "model")
+        assert {name: c.compute_cuda_us for name, c in found.items()} == {
+            ("team", "small"): 1_000_000 + 2 * 2_000_000,
+            ("alice", "large"): 6_000_000,
+            ("bob", "large"): 2_000_000,
+            ("boss", "small"): 1_000_000,  # no request has waited for its model's start q
+        }
+        assert {name: c.background_s for name, c in found.items()} == {
+            ("team", "small"): 4.0,
+            ("alice", "large"): 6.0,
+            ("bob", "large"): 2.0,
+            ("boss", "small"): 1.0,
+        }
+        rows = (await ledger.view(ViewUsage(since=0, by=("key",)))).rows
+        assert {r.key: r.cost.compute for r in rows if r.cost} == {"team": 10, "alice": 12, "bob": 4, "boss": 2}
+        spending = Spending(ledger)
+        query = ViewSpending(keys=("team", "alice", "boss"), has_device_seconds_budget=True)
+        spent = (await spending.view(query, HOUR)).keys
+        assert {k: (s.day_device_s, s.day_money) for k, s in spent.items()} == {
+            "team": (5.0, Decimal(10)),
+            "alice": (6.0, Decimal(12)),
+            "boss": (1.0, Decimal(2)),
+        }
+        await ledger.record(term.epoch, waited("late", "q", "large", "carol", start_s=0.0), HOUR)
+        found = await by_key(ledger)
+        assert ("boss" in found, found["carol"].background_s) == (False, 1.0)
+        meter.on_status(report(2, working("small-1", "cuda:0", "cuda:1", own=3.0, p=4.0, q=0.5)), START + 1)
+        await meter.flush(START)
+        spending.note_held()
+        assert (await spending.view(query, HOUR)).keys["team"].day_device_s == 7.0
+        with pytest.raises(StaleEpoch):
+            await ledger.record_background(term.epoch - 1, (), HOUR, lambda _: "")
+        before = await by_key(ledger, "key", "model")
+        await ledger.prune(term.epoch, HOUR + HOURLY_HOURS + 48)
+        assert await by_key(ledger, "key", "model") == before, "summed up by day"
+        await ledger.prune(term.epoch, HOUR + RETENTION_HOURS + 48)
+        assert not await by_key(ledger)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_the_sum_over_keys_is_what_the_engines_worked(
+    engine: AsyncEngine, database_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Engines work, restart under their ids and end; statuses overtake each other; leaders end."""
+    rng = random.Random(seed)
+    ledger, repository = Ledger(engine), Repository(engine)
+    state = owned(a="team", b="", c="boss")
+    plans = [f"p{n}" for n in range(4)]
+    shown: dict[str, dict[str, float]] = {f"{m}-{n}": defaultdict(float) for m in "abc" for n in range(2)}
+    pids = dict.fromkeys(shown, 1)
+    worked, waits, seq = 0.0, 0, 0
+    record = ledger.record_background
+
+    async def lose_some_replies(*arguments: Any) -> None:
+        if rng.random() < 0.2:
+            raise SQLAlchemyError
+        await record(*arguments)
+        if rng.random() < 0.2:
+            raise SQLAlchemyError
+
+    for _ in range(3):  # terms of leaders
+        async with leadership(plain_url(database_url)) as term:
+            await repository.commit(term.epoch, [Put(plan(p, rng.choice("abc"), measured_ms=0.0)) for p in plans])
+            meter = HeldMemory(ledger, state, term.epoch, longest_s=5.0)
+            await meter.load()
+            monkeypatch.setattr(ledger, "record_background", lose_some_replies)
+            for _ in range(30):
+                name = rng.choice(list(shown))
+                more = rng.randint(1, 5000) / 1000
+                shown[name][rng.choice(["own", *plans])] += more
+                worked += more
+                seq += 1
+                engines = [working(n, "cuda:0", pid=pids[n], **s) for n, s in shown.items()]
+                meter.on_status(report(seq, *engines), START + seq)
+                meter.on_status(report(seq - 1, *engines[1:]), START + seq)
+                if rng.random() < 0.1:  # an engine ends, and another one gets its instance
+                    meter.on_status(report(seq, *(e.model_copy(update={"pids": ()}) for e in engines)), START + seq)
+                    shown[name], pids[name] = defaultdict(float), pids[name] + 1
+                if rng.random() < 0.3:
+                    try:
+                        await meter.flush(START + seq)
+                    except SQLAlchemyError:
+                        continue
+                if rng.random() < 0.1:
+                    waits += 1
+                    wait = waited(f"s{waits}", rng.choice(plans), "b", f"key {waits % 3}", rng.randint(1, 3), start_s=0.0)
+                    await ledger.record(term.epoch, wait, HOUR)
+            monkeypatch.setattr(ledger, "record_background", record)
+            await meter.flush(START + seq)  # else the last readings wait for the next leader's first statuses
+        for by in ((), ("key",), ("key", "model", "hour"), ("model", "day")):
+            rows = (await ledger.view(ViewUsage(since=0, by=by))).rows
+            assert sum(r.counts.background_s for r in rows) == pytest.approx(worked)
+            assert sum(r.counts.compute_cuda_us for r in rows) == pytest.approx(worked * 1e6, abs=len(rows))
+
+
+async def test_cached_weights_are_charged_to_the_owners_of_their_models(engine: AsyncEngine, database_url: str) -> None:
+    """The sum over models is the integral of the host memory that the loader reports."""
+    w = World()
+    w.node()
+    for name, owner in (("a", "team"), ("b", "boss"), ("c", "carol")):
+        w.model(name, owner=owner)
+    shared = w.state.models["a"].card.info.revision
+
+    alone = w.state.models["c"].card.info.revision
+    ledger, gib = Ledger(engine, PRICES), 2**30
+    cached = (
+        CachedModel(weights_id=shared, tier="dram", nbytes=4 * gib),
+        CachedModel(weights_id=f"{alone}.layers-0-2-4", tier="dram", nbytes=gib),
+        CachedModel(weights_id="of no model", tier="dram", nbytes=gib),
+        CachedModel(weights_id=alone, tier="ssd", nbytes=50 * gib),
+    )
+    first = LoaderStatus(node="n", boot_id="b", cached=cached, dram_bytes=7 * gib)
+    async with leadership(plain_url(database_url)) as term:
+        meter = HeldMemory(ledger, w.state, term.epoch, longest_s=2 * HOUR_S)
+        await meter.load()
+        meter.on_loader_status(first, START)
+        meter.on_status(report(1), START)  # the node's own clock is another one
+        meter.on_loader_status(first.model_copy(update={"cached": (), "dram_bytes": 0}), START + HOUR_S)
+        await meter.flush(START)
+        meter.on_loader_status(first, START + 2 * HOUR_S)
+        await meter.flush(START)
+    found = await by_key(ledger, "key", "model")
+    assert {name: c.cached_gib_h for name, c in found.items()} == {("team", "a"): 4, ("carol", "c"): 1, ("", ""): 2}
+    assert sum(c.held_cache_byte_s for c in found.values()) == 7 * GIB_HOUR
+    rows = (await ledger.view(ViewUsage(since=0, by=("key",)))).rows
+    assert {r.key: r.cost.cache for r in rows if r.cost} == {"team": 12, "carol": 3, "": 6}
+    assert sum(r.cost.total for r in rows if r.cost) == 21
+    async with leadership(plain_url(database_url)) as term:  # the next leader continues
+        meter = HeldMemory(ledger, w.state, term.epoch, longest_s=2 * HOUR_S)
+        await meter.load()
+        meter.on_loader_status(first, START + 3 * HOUR_S)
+        await meter.flush(START)
+    assert (await by_key(ledger))["team"].cached_gib_h == 8
+
+
+async def test_owners_pay_for_starts_that_requests_gave_up(engine: AsyncEngine, database_url: str) -> None:
+    ledger, repository = Ledger(engine), Repository(engine)
+    given_up, waited_for = plan("given-up", "a", measured_ms=8000.0), plan("waited", "a", measured_ms=2000.0)
+    moved = plan("moved", "b", measured_ms=1000.0, trigger="migrate")
+    async with leadership(plain_url(database_url)) as term:
+        await repository.commit(term.epoch, [Put(p) for p in (given_up, waited_for, moved)])
+        await ledger.record(term.epoch, waited("s", "waited", "a", "alice", start_s=2.0), HOUR)
+        starts: dict[float, dict[Any, float]] = {}
+        for before in (START, START + 1):  # not yet; then they are
+            await ledger.record_starts(term.epoch, START - 10, lambda model: f"owner of {model}", before)
+            starts[before] = {k: c.cold_start_s for k, c in (await by_key(ledger)).items()}
+        assert starts[START] == {"alice": 2.0}
+        assert starts[START + 1] == {"alice": 2.0, "owner of a": 8.0, "owner of b": 1.0}
+        await ledger.record(term.epoch, waited("late", "given-up", "a", "bob", start_s=8.0), HOUR)
+        assert {k: c.cold_start_s for k, c in (await by_key(ledger)).items()} == {
+            "alice": 2.0,
+            "bob": 4.0,
+            "owner of a": 4.0,
+            "owner of b": 1.0,
+        }

@@ -27,7 +27,8 @@ from bench.report import write
 from bench.warm_targets import Processes, start_nats
 from shared.ports import free_port
 
-ADMIN = {"authorization": "Bearer bench-admin"}
+ADMIN_KEY = "bench-admin"
+ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 PLAIN, LIMITED = "sk-plain", "sk-limited"
 _LIMITS = {
     "requests_per_minute": 10**7,
@@ -129,7 +130,7 @@ def main() -> None:
                 "THAW_NATS_URL": nats_url,
                 "THAW_GATEWAY_PORT": str(port),
                 "THAW_HOME": f"{directory}/{number}",
-                "THAW_ADMIN_KEY": "bench-admin",
+                "THAW_ADMIN_KEY": ADMIN_KEY,
             }
             processes.start(f"gateway-{number}", [sys.executable, "-m", "services.gateway"], environment)
         for number, port in enumerate(ports):

@@ -100,7 +100,21 @@ class Prices(Frozen):
             tokens: As in `cost`.
             compute_us: As in `cost`.
         """
-        return sum(_price_tokens(prices, tokens), self._price_computing(compute_us))
+        prompt_tokens, cached_tokens, completion_tokens = tokens
+        assert prices.prompt is not None
+        assert prices.cached is not None
+        assert prices.completion is not None
+        cached_tokens = min(cached_tokens, prompt_tokens)
+        millionths = (
+            prices.prompt * (prompt_tokens - cached_tokens)
+            + prices.cached * cached_tokens
+            + prices.completion * completion_tokens
+        )
+        for kind, microseconds in compute_us.items():
+            price = self.compute_seconds.get(kind)  # type: ignore[call-overload] # any text may be asked for
+            if price is not None:
+                millionths += price * microseconds
+        return millionths / _MILLION
 
     def _price_computing(self, compute_us: Mapping[str, int]) -> Decimal:
         if not self.compute_seconds:

@@ -211,14 +211,14 @@ def _headers(key: ApiKey, lease: Lease) -> dict[str, str]:
     assert held is not None
     found: dict[str, str] = {}
     if key.requests_per_minute is not None:
-        unused = max(0, math.floor(held.requests - lease.used_requests))
+        remaining = (held.remaining_requests or 0) + max(0, int(held.requests - lease.used_requests))
         found["x-ratelimit-limit-requests"] = str(key.requests_per_minute)
-        found["x-ratelimit-remaining-requests"] = str(min(key.requests_per_minute, (held.remaining_requests or 0) + unused))
+        found["x-ratelimit-remaining-requests"] = str(min(key.requests_per_minute, remaining))
         found["x-ratelimit-reset-requests"] = format_reset(held.requests_reset_s or 0.0)
     if key.tokens_per_minute is not None:
-        unused = max(0, math.floor(held.tokens - lease.used_tokens))
+        remaining = (held.remaining_tokens or 0) + max(0, int(held.tokens - lease.used_tokens))
         found["x-ratelimit-limit-tokens"] = str(key.tokens_per_minute)
-        found["x-ratelimit-remaining-tokens"] = str(min(key.tokens_per_minute, (held.remaining_tokens or 0) + unused))
+        found["x-ratelimit-remaining-tokens"] = str(min(key.tokens_per_minute, remaining))
         found["x-ratelimit-reset-tokens"] = format_reset(held.tokens_reset_s or 0.0)
     return found
 

@@ -71,22 +71,22 @@ class UsageRecord:
 
     def line(self) -> bytes:
         """Encode the record as one line of a spool."""
-        fields = [
+        fields: list[Any] = [
             self.hour,
             self.key,
             self.model,
             self.adapter,
-            int(self.failed),
+            1 if self.failed else 0,
             self.prompt_tokens,
             self.cached_tokens,
             self.completion_tokens,
         ]
-        if self.plan_id is not None or self.compute_us or self.answer_id:
-            fields += [self.plan_id, round(self.start_s, 3), self.device_kind, self.devices]
-        if self.compute_us or self.answer_id:
-            fields += [self.compute_us, self.compute_kind]
-        if self.answer_id:
-            fields.append(self.answer_id)
+        if self.compute_us or self.answer_id or self.plan_id is not None:
+            fields += (self.plan_id, round(self.start_s, 3), self.device_kind, self.devices)
+            if self.compute_us or self.answer_id:
+                fields += (self.compute_us, self.compute_kind)
+                if self.answer_id:
+                    fields.append(self.answer_id)
         return to_json(fields) + b"\n"
 
     @classmethod

@@ -23,16 +23,16 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
     answer_id = request.idempotency.metered_as if request.idempotency is not None else ""
     if answer_id is None or not (ticket.attempts or request.response.is_replay):
         return None
-    adapter, served = request.engine_request.lora_adapter, stats.instance
+    adapter, served, usage = request.engine_request.lora_adapter, stats.instance, stats.usage
     record = UsageRecord(
         int(time.time() // 3600),
         key,
         ticket.model,
         adapter.name if adapter is not None else "",
         completion.error is not None or completion.has_client_left,
-        stats.usage.prompt_tokens,
-        stats.usage.cached_tokens,
-        max(stats.usage.completion_tokens, request.resume_state.tokens),
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        max(usage.completion_tokens, request.resume_state.tokens),
         answer_id=answer_id,
     )
     if served is not None:

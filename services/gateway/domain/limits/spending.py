@@ -84,7 +84,10 @@ class Unreported:
 
     def total(self, key: str) -> Used:
         found = Used()
-        for sums in (self._open, self._confirmed, self._asked, *(sums for _, sums in self._closed)):
+        for sums in (self._open, self._confirmed, self._asked):
+            if (used := sums.get(key)) is not None:
+                found.add(used.tokens, used.money, used.device_s)
+        for _, sums in self._closed:
             if (used := sums.get(key)) is not None:
                 found.add(used.tokens, used.money, used.device_s)
         return found
@@ -142,6 +145,8 @@ def find_exhausted(limits: KeyLimits, spent: Spent, unreported: Used, reserved: 
         spent: What the ledger has of `period`.
         reserved: Estimates of the active requests.
     """
+    if not _is_any_exhausted(limits, spent, unreported, reserved):
+        return None
     found: Exhausted | None = None
     for name, ends_at, budgets, used in (
         (
@@ -170,6 +175,24 @@ def find_exhausted(limits: KeyLimits, spent: Spent, unreported: Used, reserved: 
                 return exhausted
             found = found or exhausted
     return found
+
+
+def _is_any_exhausted(limits: KeyLimits, spent: Spent, unreported: Used, reserved: Used) -> bool:
+    """True if `find_exhausted` finds a budget: most requests need no more than this."""
+    return (
+        (limits.tokens_per_month is not None and spent.month_tokens + unreported.tokens + reserved.tokens >= limits.tokens_per_month)
+        or (limits.tokens_per_day is not None and spent.day_tokens + unreported.tokens + reserved.tokens >= limits.tokens_per_day)
+        or (
+            limits.device_seconds_per_month is not None
+            and spent.month_device_s + unreported.device_s + reserved.device_s >= limits.device_seconds_per_month
+        )
+        or (
+            limits.device_seconds_per_day is not None
+            and spent.day_device_s + unreported.device_s + reserved.device_s >= limits.device_seconds_per_day
+        )
+        or (limits.money_per_month is not None and spent.month_money + unreported.money + reserved.money >= limits.money_per_month)
+        or (limits.money_per_day is not None and spent.day_money + unreported.money + reserved.money >= limits.money_per_day)
+    )
 
 
 def _judge(budget: _Amount | None, used: _Amount, reserved: _Amount) -> bool | None:

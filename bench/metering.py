@@ -111,9 +111,7 @@ def measure(pairs: int, slices: int, seconds: float) -> tuple[list[float], list[
             await_key(port, f"sk-{name}")
         added = take_pairs(port, pairs)
         time.sleep(_PAUSE_S)
-        return added, [
-            {name: take_slice(port, gateway, name, seconds) for name in _in_order(number)} for number in range(slices)
-        ]
+        return added, [{name: take_slice(port, gateway, name, seconds) for name in _in_order(number)} for number in range(slices)]
 
 
 def main() -> None:

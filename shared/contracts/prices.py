@@ -104,17 +104,16 @@ class Prices(Frozen):
         assert prices.prompt is not None
         assert prices.cached is not None
         assert prices.completion is not None
-        cached_tokens = min(cached_tokens, prompt_tokens)
-        millionths = (
-            prices.prompt * (prompt_tokens - cached_tokens)
-            + prices.cached * cached_tokens
-            + prices.completion * completion_tokens
-        )
+        millionths = prices.completion * completion_tokens
+        if cached := min(cached_tokens, prompt_tokens):
+            millionths += prices.cached * cached
+        if computed := prompt_tokens - cached:
+            millionths += prices.prompt * computed
         for kind, microseconds in compute_us.items():
             price = self.compute_seconds.get(kind)  # type: ignore[call-overload] # any text may be asked for
             if price is not None:
                 millionths += price * microseconds
-        return millionths / _MILLION
+        return millionths * _MILLIONTH
 
     def _price_computing(self, compute_us: Mapping[str, int]) -> Decimal:
         if not self.compute_seconds:

@@ -69,9 +69,7 @@ class BudgetKeeper:
         self._hour = 0
         self._prices: Prices | None = None
         self._token_prices: dict[str, tuple[TokenPrices, Decimal]] = {}
-        """Prices of the models of recent requests, and the highest of a token: to find them costs more
-        than to apply them.
-        """
+        """Prices of recent requests' models, and the highest of a token: finding them takes long."""
         self._asking = asyncio.Lock()
         self._failed_at: float | None = None
         self._failures = LogRateLimit()

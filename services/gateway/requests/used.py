@@ -41,7 +41,7 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
 
 
 def _add_devices(record: UsageRecord, request: ActiveRequest, served: InstanceStatus) -> None:
-    """Add what devices did for the request: their computing, and the cold start that it waited for."""
+    """Add the computing of devices, and the cold start that the request waited for."""
     stats, kind = request.stats, served.device_ids[0].partition(":")[0] if served.device_ids else ""
     compute_s = (stats.earlier_device_s + request.attempt.device_s) * served.device_count
     if compute_s:

@@ -88,11 +88,11 @@ async def test_a_change_of_the_expiry_during_a_rotation_is_the_new_keys_and_prol
     soon = int(time.time()) + 600
 
     async def expiries(change: int | None) -> list[int | None]:
-        """Change the expiry; return that of the old key, and that of the new one, which is the later."""
+        """Change the expiry; return those of the old and the new key, which is the later."""
         answer = await guarded.http.patch("/admin/v1/keys/alice", json={"expires": change}, headers=ADMIN)
         assert answer.json()["expires"] == change
         keys = (await guarded.http.get("/admin/v1/keys", headers=ADMIN)).json()["keys"]
-        return sorted((key["expires"] for key in keys), key=lambda at: (at is None, at))
+        return sorted((key["expires"] for key in keys), key=lambda at: (at is None, at or 0))
 
     overlap_end, changed = await expiries(day + 1)
     assert changed == day + 1

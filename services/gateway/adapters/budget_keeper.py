@@ -69,7 +69,7 @@ class BudgetKeeper:
         self._hour = 0
         self._prices: Prices | None = None
         self._token_prices: dict[str, tuple[TokenPrices, Decimal]] = {}
-        """Prices of recent requests' models, and the highest of a token: finding them takes long."""
+        """Prices of recent requests' models, and the highest of a token."""
         self._asking = asyncio.Lock()
         self._failed_at: float | None = None
         self._failures = LogRateLimit()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -187,8 +186,8 @@ def next_report(spool: str, start: int, data: bytes) -> ReportUsage | None:
     Returns:
         None if there is no whole line.
     """
-    lines = list(_whole_lines(data))
-    settled = {answer_id for line in lines if (answer_id := _settled_id(line)) is not None}
+    lines = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+    settled = {_settled_id(line) for line in lines if line.startswith(b"{")}
     report = _Report()
     end = 0
     for line in lines:
@@ -263,13 +262,7 @@ class _Report:
         return True
 
 
-def _whole_lines(data: bytes) -> Iterable[bytes]:
-    return (line for line in data.splitlines(keepends=True) if line.endswith(b"\n"))
-
-
 def _settled_id(line: bytes) -> str | None:
-    if not line.startswith(b"{"):
-        return None
     try:
         return str(from_json(line)[_SETTLED])
     except (ValueError, KeyError):

@@ -11,17 +11,24 @@ reports what it has recorded. The CPU time of the gateway in a slice has the pau
 reports; its ratio is what metering takes from a gateway that has a core of its own. The throughput
 is measured in the same slices, with all processes on the same cores. The run is repeated with a new
 gateway.
+
+Beside other work the CPU time of slices varies by more than what metering takes. Therefore the
+gateway also adds up the CPU time of the thread in its two parts: recording a request, and summing
+up its records for a report. What they displace from the processor's caches is not in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import json
 import runpy
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -31,10 +38,12 @@ from bench.prepared_engine import FREE
 from bench.raw_client import Connection, cpu_s, post_of, take_rate
 from bench.report import write
 from bench.warm_targets import Processes, start_nats
+from services.gateway.adapters import usage_meter
+from services.gateway.adapters.usage_spool import UsageSpool
 from services.gateway.loop import Gateway
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.telemetry.request_log import RequestOrigin
-from shared.contracts.usage import REPORT_INTERVAL_S
+from shared.contracts.usage import REPORT_INTERVAL_S, ReportUsage
 from shared.ports import free_port
 
 METERED, PLAIN = "metered", "plain"
@@ -44,17 +53,45 @@ _WARM_UP = 200
 _CLIENTS = 16
 _PAUSE_S = REPORT_INTERVAL_S + 0.5
 _RUNS = 2
+_END_TIMEOUT_S = 30.0
 
 
-def run_gateway() -> None:
-    """Run a gateway that records no usage of one of the keys."""
-    meter = Gateway._meter
+class Costs:
+    """CPU nanoseconds of the parts of metering in this process.
+
+    Attributes:
+        requests: Metered requests.
+    """
+
+    def __init__(self) -> None:
+        self.requests = self.record_ns = self.report_ns = 0
+
+    def write(self, path: Path) -> None:
+        """Write microseconds for a request."""
+        costs = {"record_us": self.record_ns, "report_us": self.report_ns}
+        path.write_text(json.dumps({name: ns / 1e3 / max(1, self.requests) for name, ns in costs.items()}))
+
+
+def run_gateway(costs_path: Path) -> None:
+    """Run a gateway that records no usage of one of the keys, and writes its `Costs` at its end."""
+    costs, meter, read_report = Costs(), Gateway._meter, usage_meter._read_report
 
     def meter_unless_plain(self: Gateway, request: ActiveRequest, origin: RequestOrigin) -> None:
         if origin.caller.name != PLAIN:
+            begun = time.thread_time_ns()
             meter(self, request, origin)
+            costs.record_ns += time.thread_time_ns() - begun
+            costs.requests += 1
+
+    def read_timed(spool: UsageSpool) -> ReportUsage | None:
+        begun = time.thread_time_ns()
+        report = read_report(spool)
+        costs.report_ns += time.thread_time_ns() - begun
+        return report
 
     Gateway._meter = meter_unless_plain  # type: ignore[method-assign]
+    usage_meter._read_report = read_timed
+    atexit.register(costs.write, costs_path)
     sys.argv = ["services.gateway"]
     runpy.run_module("services.gateway", run_name="__main__")
 
@@ -86,12 +123,23 @@ def take_slice(port: int, gateway: psutil.Process, name: str, seconds: float) ->
     return rate, (cpu_s(gateway.pid) - before) * 1e6 / (rate * seconds)
 
 
-def measure(pairs: int, slices: int, seconds: float) -> tuple[list[float], list[dict[str, tuple[float, float]]]]:
-    """Measure with a new gateway.
+@dataclass
+class Measured:
+    """What one or more gateways took.
 
-    Returns:
-        Additional milliseconds of each pair, and the results of `take_slice` by key.
+    Attributes:
+        added_ms: Additional milliseconds of each pair.
+        slices: Results of `take_slice` by key.
+        costs: What each gateway wrote as its `Costs`.
     """
+
+    added_ms: list[float] = field(default_factory=list)
+    slices: list[dict[str, tuple[float, float]]] = field(default_factory=list)
+    costs: list[dict[str, float]] = field(default_factory=list)
+
+
+def measure(measured: Measured, pairs: int, slices: int, seconds: float) -> None:
+    """Measure with a new gateway."""
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory, contextlib.ExitStack() as stack:
         processes = Processes(Path(directory), stack)
         nats_url, _ = start_nats(processes, Path(directory))
@@ -104,14 +152,19 @@ def measure(pairs: int, slices: int, seconds: float) -> tuple[list[float], list[
             "THAW_HOME": directory,
             "THAW_ADMIN_KEY": ADMIN_KEY,
         }
-        gateway = processes.start("gateway", [sys.executable, "-m", "bench.metering", "--gateway"], environment)
+        costs = Path(directory) / "costs.json"
+        gateway = processes.start("gateway", [sys.executable, "-m", "bench.metering", "--gateway", str(costs)], environment)
         processes.await_answer("gateway", port, FREE)
         for name in (METERED, PLAIN):
             add_key(port, name, f"sk-{name}", {})
             await_key(port, f"sk-{name}")
-        added = take_pairs(port, pairs)
+        measured.added_ms += take_pairs(port, pairs)
         time.sleep(_PAUSE_S)
-        return added, [{name: take_slice(port, gateway, name, seconds) for name in _in_order(number)} for number in range(slices)]
+        for number in range(slices):
+            measured.slices.append({name: take_slice(port, gateway, name, seconds) for name in _in_order(number)})
+        gateway.terminate()
+        gateway.wait(_END_TIMEOUT_S)
+        measured.costs.append(json.loads(costs.read_text()))
 
 
 def main() -> None:
@@ -120,20 +173,18 @@ def main() -> None:
     parser.add_argument("--slices", type=int, default=10, help="with each key and gateway")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a slice, without the pause")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--gateway", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--gateway", type=Path, metavar="COSTS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.gateway:
-        run_gateway()
+        run_gateway(options.gateway)
         return
-    added: list[float] = []
-    slices: list[dict[str, tuple[float, float]]] = []
+    measured = Measured()
     for _ in range(_RUNS):
-        more, taken = measure(options.pairs, options.slices, options.seconds)
-        added += more
-        slices += taken
-    figures: dict[str, float] = {}
+        measure(measured, options.pairs, options.slices, options.seconds)
+    slices = measured.slices
+    figures = {name: statistics.mean(costs[name] for costs in measured.costs) for name in measured.costs[0]}
     for name, values in (
-        ("added_ms", added),
+        ("added_ms", measured.added_ms),
         ("added_cpu_us", [s[METERED][1] - s[PLAIN][1] for s in slices]),
         ("cpu_ratio", [s[METERED][1] / s[PLAIN][1] for s in slices]),
         ("throughput_ratio", [s[METERED][0] / s[PLAIN][0] for s in slices]),
@@ -150,6 +201,7 @@ def _describe(figures: dict[str, float]) -> str:
         return f"{value} ({low} to {high})"
 
     return (
+        f"recording a request takes {figures['record_us']:.1f} us of CPU time, and summing it up {figures['report_us']:.1f} us; "
         f"metering adds {text('added_ms', 1e3, '+.0f')} us to a request, and {text('added_cpu_us', 1, '+.0f')} us of the gateway's "
         f"CPU time, which is {text('cpu_ratio', 1, '.3f')} x that without; throughput {text('throughput_ratio', 1, '.3f')} x "
         "(medians, 95 % intervals)"

@@ -35,7 +35,7 @@ import psutil
 
 from bench.key_limits import ADMIN_KEY, add_key, await_key, interval
 from bench.prepared_engine import FREE
-from bench.raw_client import Connection, cpu_s, post_of, take_rate
+from bench.raw_client import Connection, cpu_s, post_of, send_load
 from bench.report import write
 from bench.warm_targets import Processes, start_nats
 from services.gateway.adapters import usage_meter
@@ -118,9 +118,9 @@ def _in_order(number: int) -> tuple[str, str]:
 def take_slice(port: int, gateway: psutil.Process, name: str, seconds: float) -> tuple[float, float]:
     """Return requests per second with a key, and the gateway's CPU microseconds for a request."""
     before = cpu_s(gateway.pid)
-    rate = take_rate(port, _REQUESTS[name], _CLIENTS, seconds)
+    count, took_s = send_load(port, _REQUESTS[name], _CLIENTS, seconds)
     time.sleep(_PAUSE_S)
-    return rate, (cpu_s(gateway.pid) - before) * 1e6 / (rate * seconds)
+    return count / took_s, (cpu_s(gateway.pid) - before) * 1e6 / count
 
 
 @dataclass

@@ -84,22 +84,30 @@ class Connection:
         return head
 
 
-def take_rate(port: int, request: bytes, clients: int, seconds: float) -> float:
-    """Return the requests per second of clients that ask again when they have their response."""
+def send_load(port: int, request: bytes, clients: int, seconds: float) -> tuple[int, float]:
+    """Ask with some clients, each of which asks again when it has its response.
+
+    Returns:
+        The responses, and the seconds until the last one: none is left behind.
+    """
     selector = selectors.DefaultSelector()
     connections = [Connection(port) for _ in range(clients)]
     try:
+        begun = time.perf_counter()
         for connection in connections:
             selector.register(connection.socket, selectors.EVENT_READ, connection)
             connection.socket.sendall(request)
-        count, begun = 0, time.perf_counter()
-        until = begun + seconds
-        while (now := time.perf_counter()) < until:
-            for key, _ in selector.select(until - now):
-                if key.data.read() is not None:
-                    count += 1
-                    key.fileobj.sendall(request)  # type: ignore[union-attr] # it is a socket
-        return count / (time.perf_counter() - begun)
+        count, waiting = 0, clients
+        while waiting:
+            for key, _ in selector.select(_TIMEOUT_S):
+                if key.data.read() is None:
+                    continue
+                count += 1
+                if time.perf_counter() - begun < seconds:
+                    key.data.socket.sendall(request)
+                else:
+                    waiting -= 1
+        return count, time.perf_counter() - begun
     finally:
         for connection in connections:
             connection.socket.close()

@@ -138,7 +138,7 @@ class Batcher:
     def transfer(self, work: Callable[[KvTransfers], R]) -> Future[R]:
         """Read or write keys and values between two steps."""
         done: Future[R] = Future()
-        self._send(Transfer.of(lambda: work(self._transfers), done))
+        self._send(Transfer.create(lambda: work(self._transfers), done))
         return done
 
     def prepare(self, order: PrepareOrder) -> None:

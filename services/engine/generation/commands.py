@@ -92,7 +92,7 @@ class Transfer:
     run: Callable[[], None]
 
     @classmethod
-    def of(cls, work: Callable[[], R], done: Future[R]) -> Transfer:
+    def create(cls, work: Callable[[], R], done: Future[R]) -> Transfer:
         """Make a command that sets `done` to the result or the error of `work`."""
 
         def run() -> None:

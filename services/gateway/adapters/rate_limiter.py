@@ -84,7 +84,7 @@ class RateLimiter:
         held, fixed = lease.answer, self._fixed_headers.get(key.name)
         assert held is not None
         if fixed is None or fixed.answer is not held or fixed.key is not key:
-            fixed = self._fixed_headers[key.name] = _FixedHeaders.of(key, held)
+            fixed = self._fixed_headers[key.name] = _FixedHeaders.build(key, held)
         found = fixed.headers.copy()
         if key.requests_per_minute is not None:
             remaining = (held.remaining_requests or 0) + max(0, int(held.requests - lease.used_requests))
@@ -236,7 +236,7 @@ class _FixedHeaders:
     headers: dict[str, str]
 
     @classmethod
-    def of(cls, key: ApiKey, answer: LimitsLeased) -> _FixedHeaders:
+    def build(cls, key: ApiKey, answer: LimitsLeased) -> _FixedHeaders:
         found: dict[str, str] = {}
         if key.requests_per_minute is not None:
             found["x-ratelimit-limit-requests"] = str(key.requests_per_minute)

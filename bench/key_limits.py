@@ -1,8 +1,12 @@
 """What limits of a key cost a warm request: `python -m bench.key_limits [--pairs N] [--part PART]`.
 
-Two gateway processes and the engine of prepared tokens. A pair is one request with a key without
-limits and one with a key that has all limits, one after the other on the same connection, in
-alternating order. One gateway owns the limited key; the other leases from it.
+Two gateway processes and the engine of prepared tokens; a process that knows
+prices stands for the ledger. A pair is one request with a key without limits and one with a key
+that has all limits, one after the other on the same connection, in alternating order. One gateway
+owns the limited key; the other leases from it. The client reads no header but the length: with
+`--client httpx` the time contains that library's reading of six more headers as well.
+
+Blocks of requests with one of the keys, in turns, show the CPU time of the gateway for a request.
 
 With `--part propagation` it measures instead how long a change of a key takes: from the request at
 one gateway until the other gateway lists the key's models accordingly, `--pairs` times.
@@ -18,16 +22,20 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 
 from bench.prepared_engine import FREE
+from bench.raw_client import Connection, cpu_s, post_of
 from bench.report import write
 from bench.warm_targets import Processes, start_nats
 from shared.ports import free_port
 
-ADMIN = {"authorization": "Bearer bench-admin"}
+ADMIN_KEY = "bench-admin"
+ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 PLAIN, LIMITED = "sk-plain", "sk-limited"
 _LIMITS = {
     "requests_per_minute": 10**7,
@@ -38,7 +46,11 @@ _LIMITS = {
     "money_per_month": 10**9,
     "models": ["*"],
 }
+_PATH = "/v1/chat/completions"
+_BODY = {"model": FREE, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
 _WARM_UP = 200
+_BLOCK = 25
+"""Requests between two readings of the CPU time."""
 _RESAMPLES = 500
 _PROPAGATION_BOUND_S = 30.0
 
@@ -65,23 +77,65 @@ _PARTS = {
 }
 
 
-def take_pairs(port: int, count: int, *, has_headers: bool = True) -> list[float]:
-    """Return the additional milliseconds of the request with limits, for each pair."""
-    body = {"model": FREE, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
-    found = []
+Ask = Callable[[str], bool]
+"""Send a request with a key; return whether the response has the limits."""
+
+
+@contextlib.contextmanager
+def raw_client(port: int) -> Iterator[Ask]:
+    """Ask with `bench.raw_client`."""
+    requests = {key: post_of(_PATH, _BODY, {"authorization": f"Bearer {key}"}) for key in (PLAIN, LIMITED)}
+    with Connection(port) as connection:
+        yield lambda key: b"x-ratelimit-limit-tokens" in connection.ask(requests[key])
+
+
+@contextlib.contextmanager
+def httpx_client(port: int) -> Iterator[Ask]:
+    """Ask with httpx, as clients do."""
+
+    def ask(key: str) -> bool:
+        answer = client.post(_PATH, json=_BODY, headers={"authorization": f"Bearer {key}"})
+        return "x-ratelimit-limit-tokens" in answer.raise_for_status().headers
+
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-        for number in range(_WARM_UP + count):
-            took = {}
-            for key in (PLAIN, LIMITED) if number % 2 else (LIMITED, PLAIN):
-                begun = time.perf_counter()
-                answer = client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
-                took[key] = (time.perf_counter() - begun) * 1e3
-                answer.raise_for_status()
-                if ("x-ratelimit-limit-tokens" in answer.headers) is not (key == LIMITED and has_headers):
-                    raise RuntimeError("the limits were not counted")
-            if number >= _WARM_UP:
-                found.append(took[LIMITED] - took[PLAIN])
+        yield ask
+
+
+_CLIENTS = {"raw": raw_client, "httpx": httpx_client}
+
+
+def take_pairs(ask: Ask, count: int, *, has_headers: bool = True) -> list[float]:
+    """Return the additional milliseconds of the request with limits, for each pair."""
+    found = []
+    for number in range(_WARM_UP + count):
+        took = {}
+        for key in _in_order(number):
+            begun = time.perf_counter()
+            is_limited = ask(key)
+            took[key] = (time.perf_counter() - begun) * 1e3
+            if is_limited is not (key == LIMITED and has_headers):
+                raise RuntimeError("the limits were not counted")
+        if number >= _WARM_UP:
+            found.append(took[LIMITED] - took[PLAIN])
     return found
+
+
+def take_cpu(ask: Ask, gateway: psutil.Process, blocks: int) -> list[float]:
+    """Return the gateway's additional CPU microseconds for a request, for each pair of blocks."""
+    found = []
+    for number in range(blocks):
+        used = {}
+        for key in _in_order(number):
+            before = cpu_s(gateway.pid)
+            for _ in range(_BLOCK):
+                ask(key)
+            used[key] = (cpu_s(gateway.pid) - before) * 1e6 / _BLOCK
+        found.append(used[LIMITED] - used[PLAIN])
+    return found
+
+
+def _in_order(number: int) -> tuple[str, str]:
+    return (PLAIN, LIMITED) if number % 2 else (LIMITED, PLAIN)
 
 
 def take_propagations(ports: list[int], count: int) -> list[float]:
@@ -112,8 +166,10 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=1500)
+    parser.add_argument("--blocks", type=int, default=100, help=f"of {_BLOCK} requests with each key")
+    parser.add_argument("--client", choices=_CLIENTS, default="raw")
     parts = (*_PARTS, "propagation")
     parser.add_argument("--part", choices=parts, default="all", help="which of the limits the key has, or the time of a change")
     parser.add_argument("--json", type=Path)
@@ -123,15 +179,17 @@ def main() -> None:
         processes = Processes(Path(directory), stack)
         nats_url, _ = start_nats(processes, Path(directory))
         processes.start("engine", [sys.executable, "-m", "bench.prepared_engine", "--nats", nats_url, "--port", str(free_port())])
-        ports = [free_port(), free_port()]
+        processes.start("ledger", [sys.executable, "-m", "bench.prepared_ledger", "--nats", nats_url])
+        ports, gateways = [free_port(), free_port()], []
         for number, port in enumerate(ports):
             environment = {
                 "THAW_NATS_URL": nats_url,
                 "THAW_GATEWAY_PORT": str(port),
                 "THAW_HOME": f"{directory}/{number}",
-                "THAW_ADMIN_KEY": "bench-admin",
+                "THAW_ADMIN_KEY": ADMIN_KEY,
             }
-            processes.start(f"gateway-{number}", [sys.executable, "-m", "services.gateway"], environment)
+            command = [sys.executable, "-m", "services.gateway"]
+            gateways.append(processes.start(f"gateway-{number}", command, environment))
         for number, port in enumerate(ports):
             processes.await_answer(f"gateway-{number}", port, FREE)
         add_key(ports[0], "plain", PLAIN, {})
@@ -144,12 +202,16 @@ def main() -> None:
             print(f"{len(took)} changes: " + ", ".join(f"{name} {value:.1f}" for name, value in figures.items()))
             write(options.json, figures)
             return
-        for number, port in enumerate(ports):
-            pairs = take_pairs(port, options.pairs, has_headers=options.part != "budgets")
-            low, high = interval(pairs)
+        for number, (port, gateway) in enumerate(zip(ports, gateways, strict=True)):
+            with _CLIENTS[options.client](port) as ask:
+                pairs = take_pairs(ask, options.pairs, has_headers=options.part != "budgets")
+                cpu = take_cpu(ask, gateway, options.blocks)
+            (low, high), (cpu_low, cpu_high) = interval(pairs), interval(cpu)
             figures[f"gateway_{number}_added_ms"] = statistics.median(pairs)
+            figures[f"gateway_{number}_added_cpu_us"] = statistics.median(cpu)
             print(
-                f"gateway {number}: {statistics.median(pairs) * 1e3:+.0f} us a request, 95 % {low * 1e3:+.0f} to {high * 1e3:+.0f} us"
+                f"gateway {number}: {statistics.median(pairs) * 1e3:+.0f} us a request, 95 % {low * 1e3:+.0f} to {high * 1e3:+.0f} us; "
+                f"CPU time of the gateway {statistics.median(cpu):+.0f} us, 95 % {cpu_low:+.0f} to {cpu_high:+.0f} us"
             )
     write(options.json, figures)
 

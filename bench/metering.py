@@ -1,157 +1,211 @@
-"""What metering costs: `python -m bench.metering [--pairs N] [--slices N] [--json FILE]`.
+"""What metering costs a gateway: `python -m bench.metering [--pairs N] [--slices N] [--json FILE]`.
 
-Two gateway processes and the engine of prepared tokens. One of the gateways is without metering:
-its `Gateway._meter` does nothing. A pair is the same request to both, in alternating order; a slice
-of throughput is two seconds of requests from 16 clients at one of them, in turns. The run is done
-twice, with the gateways started in either order, as two equal processes may differ. A process that
-acknowledges reports stands for the ledger, which is not on the path of requests.
+One gateway process and the engine of prepared tokens, which answers at once: any other engine takes
+longer for a request, so that metering is a smaller part of it. The gateway meters the requests of
+one key and not those of another one, for which its `Gateway._meter` does nothing. A process that
+confirms reports stands for the ledger.
+
+A pair is the same request with both keys on one connection, in alternating order. A slice is a time
+of requests by 16 connections with one of the keys, in turns, and then a pause in which the gateway
+reports what it has recorded. The CPU time of the gateway in a slice has the pause, and so the
+reports; its ratio is what metering takes from a gateway that has a core of its own. The throughput
+is measured in the same slices, with all processes on the same cores. The run is repeated with a new
+gateway.
+
+Beside other work the CPU time of slices varies by more than what metering takes. Therefore the
+gateway also adds up the CPU time of the thread in its two parts: recording a request, and summing
+up its records for a report. What they displace from the processor's caches is not in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import atexit
 import contextlib
+import json
 import runpy
 import statistics
 import sys
 import tempfile
-import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-import nats
+import psutil
 
-from bench.key_limits import interval
+from bench.key_limits import ADMIN_KEY, add_key, await_key, interval
 from bench.prepared_engine import FREE
+from bench.raw_client import Connection, cpu_s, post_of, send_load
 from bench.report import write
 from bench.warm_targets import Processes, start_nats
+from services.gateway.adapters import usage_meter
+from services.gateway.adapters.usage_spool import UsageSpool
 from services.gateway.loop import Gateway
-from shared.contracts import subjects
-from shared.contracts.usage import ReportUsage, UsageRecorded
+from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.telemetry.request_log import RequestOrigin
+from shared.contracts.usage import REPORT_INTERVAL_S, ReportUsage
 from shared.ports import free_port
 
 METERED, PLAIN = "metered", "plain"
 _BODY = {"model": FREE, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
+_REQUESTS = {name: post_of("/v1/chat/completions", _BODY, {"authorization": f"Bearer sk-{name}"}) for name in (METERED, PLAIN)}
 _WARM_UP = 200
 _CLIENTS = 16
-_SLICE_S = 2.0
+_PAUSE_S = REPORT_INTERVAL_S + 0.5
+_RUNS = 2
+_END_TIMEOUT_S = 30.0
 
 
-async def acknowledge(nats_url: str) -> None:
-    """Reply to each report that the ledger has it."""
-    client = await nats.connect(nats_url)
-    async for message in (await client.subscribe(subjects.USAGE)).messages:
-        report = ReportUsage.model_validate_json(message.data)
-        await message.respond(UsageRecorded(position=report.end).model_dump_json().encode())
+class Costs:
+    """CPU nanoseconds of the parts of metering in this process.
+
+    Attributes:
+        requests: Metered requests.
+    """
+
+    def __init__(self) -> None:
+        self.requests = self.record_ns = self.report_ns = 0
+
+    def write(self, path: Path) -> None:
+        """Write microseconds for a request."""
+        costs = {"record_us": self.record_ns, "report_us": self.report_ns}
+        path.write_text(json.dumps({name: ns / 1e3 / max(1, self.requests) for name, ns in costs.items()}))
 
 
-def run_unmetered_gateway() -> None:
-    """Run a gateway that records no usage."""
-    Gateway._meter = lambda self, request, origin: None  # type: ignore[method-assign]
+def run_gateway(costs_path: Path) -> None:
+    """Run a gateway that records no usage of one of the keys, and writes its `Costs` at its end."""
+    costs, meter, read_report = Costs(), Gateway._meter, usage_meter._read_report
+
+    def meter_unless_plain(self: Gateway, request: ActiveRequest, origin: RequestOrigin) -> None:
+        if origin.caller.name != PLAIN:
+            begun = time.thread_time_ns()
+            meter(self, request, origin)
+            costs.record_ns += time.thread_time_ns() - begun
+            costs.requests += 1
+
+    def read_timed(spool: UsageSpool) -> ReportUsage | None:
+        begun = time.thread_time_ns()
+        report = read_report(spool)
+        costs.report_ns += time.thread_time_ns() - begun
+        return report
+
+    Gateway._meter = meter_unless_plain  # type: ignore[method-assign]
+    usage_meter._read_report = read_timed
+    atexit.register(costs.write, costs_path)
     sys.argv = ["services.gateway"]
     runpy.run_module("services.gateway", run_name="__main__")
 
 
-def take_pairs(ports: dict[str, int], count: int) -> list[float]:
+def take_pairs(port: int, count: int) -> list[float]:
     """Return the additional milliseconds of the request with metering, for each pair."""
     found = []
-    with contextlib.ExitStack() as stack:
-        clients = {
-            name: stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)) for name, port in ports.items()
-        }
+    with Connection(port) as connection:
         for number in range(_WARM_UP + count):
             took = {}
-            for name in (METERED, PLAIN) if number % 2 else (PLAIN, METERED):
+            for name in _in_order(number):
                 begun = time.perf_counter()
-                clients[name].post("/v1/chat/completions", json=_BODY).raise_for_status()
+                connection.ask(_REQUESTS[name])
                 took[name] = (time.perf_counter() - begun) * 1e3
             if number >= _WARM_UP:
                 found.append(took[METERED] - took[PLAIN])
     return found
 
 
-def take_rate(port: int) -> float:
-    """Return the requests per second of some clients."""
-    until = time.monotonic() + _SLICE_S
-    counts = [0] * _CLIENTS
-
-    def ask(number: int) -> None:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            while time.monotonic() < until:
-                client.post("/v1/chat/completions", json=_BODY).raise_for_status()
-                counts[number] += 1
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(_CLIENTS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(counts) / _SLICE_S
+def _in_order(number: int) -> tuple[str, str]:
+    return (METERED, PLAIN) if number % 2 else (PLAIN, METERED)
 
 
-def measure(first: str, pairs: int, slices: int) -> tuple[list[float], list[float]]:
-    """Measure with one order of the gateways' start.
+def take_slice(port: int, gateway: psutil.Process, name: str, seconds: float) -> tuple[float, float]:
+    """Return requests per second with a key, and the gateway's CPU microseconds for a request."""
+    before = cpu_s(gateway.pid)
+    count, took_s = send_load(port, _REQUESTS[name], _CLIENTS, seconds)
+    time.sleep(_PAUSE_S)
+    return count / took_s, (cpu_s(gateway.pid) - before) * 1e6 / count
 
-    Returns:
-        Additional milliseconds of each pair, and ratios of throughput with and without metering.
+
+@dataclass
+class Measured:
+    """What one or more gateways took.
+
+    Attributes:
+        added_ms: Additional milliseconds of each pair.
+        slices: Results of `take_slice` by key.
+        costs: What each gateway wrote as its `Costs`.
     """
+
+    added_ms: list[float] = field(default_factory=list)
+    slices: list[dict[str, tuple[float, float]]] = field(default_factory=list)
+    costs: list[dict[str, float]] = field(default_factory=list)
+
+
+def measure(measured: Measured, pairs: int, slices: int, seconds: float) -> None:
+    """Measure with a new gateway."""
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory, contextlib.ExitStack() as stack:
         processes = Processes(Path(directory), stack)
         nats_url, _ = start_nats(processes, Path(directory))
-        this = [sys.executable, "-m", "bench.metering"]
-        processes.start("ledger", [*this, "--acknowledge", nats_url])
+        processes.start("ledger", [sys.executable, "-m", "bench.prepared_ledger", "--nats", nats_url])
         processes.start("engine", [sys.executable, "-m", "bench.prepared_engine", "--nats", nats_url, "--port", str(free_port())])
-        ports = {name: free_port() for name in ((METERED, PLAIN) if first == METERED else (PLAIN, METERED))}
-        for name, port in ports.items():
-            environment = {"THAW_NATS_URL": nats_url, "THAW_GATEWAY_PORT": str(port), "THAW_HOME": f"{directory}/{name}"}
-            command = [sys.executable, "-m", "services.gateway"] if name == METERED else [*this, "--unmetered-gateway"]
-            processes.start(name, command, environment)
-            processes.await_answer(name, port, FREE)
-        added = take_pairs(ports, pairs)
-        ratios = []
+        port = free_port()
+        environment = {
+            "THAW_NATS_URL": nats_url,
+            "THAW_GATEWAY_PORT": str(port),
+            "THAW_HOME": directory,
+            "THAW_ADMIN_KEY": ADMIN_KEY,
+        }
+        costs = Path(directory) / "costs.json"
+        gateway = processes.start("gateway", [sys.executable, "-m", "bench.metering", "--gateway", str(costs)], environment)
+        processes.await_answer("gateway", port, FREE)
+        for name in (METERED, PLAIN):
+            add_key(port, name, f"sk-{name}", {})
+            await_key(port, f"sk-{name}")
+        measured.added_ms += take_pairs(port, pairs)
+        time.sleep(_PAUSE_S)
         for number in range(slices):
-            order = (METERED, PLAIN) if number % 2 else (PLAIN, METERED)
-            rates = {name: take_rate(ports[name]) for name in order}
-            ratios.append(rates[METERED] / rates[PLAIN])
-        return added, ratios
+            measured.slices.append({name: take_slice(port, gateway, name, seconds) for name in _in_order(number)})
+        gateway.terminate()
+        gateway.wait(_END_TIMEOUT_S)
+        measured.costs.append(json.loads(costs.read_text()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=1500)
-    parser.add_argument("--slices", type=int, default=10, help="of throughput, for each gateway and order")
+    parser.add_argument("--slices", type=int, default=10, help="with each key and gateway")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a slice, without the pause")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--acknowledge", metavar="URL", help=argparse.SUPPRESS)
-    parser.add_argument("--unmetered-gateway", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--gateway", type=Path, metavar="COSTS", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.acknowledge:
-        asyncio.run(acknowledge(options.acknowledge))
+    if options.gateway:
+        run_gateway(options.gateway)
         return
-    if options.unmetered_gateway:
-        run_unmetered_gateway()
-        return
-    added: list[float] = []
-    ratios: list[float] = []
-    for first in (METERED, PLAIN):
-        more, rates = measure(first, options.pairs, options.slices)
-        low, high = interval(more)
-        print(f"{first} first: {statistics.median(more) * 1e3:+.0f} us a request, 95 % {low * 1e3:+.0f} to {high * 1e3:+.0f} us")
-        added += more
-        ratios += rates
-    low, high = interval(added)
-    figures = {
-        "added_ms": statistics.median(added),
-        "added_low_ms": low,
-        "added_high_ms": high,
-        "throughput_ratio": statistics.median(ratios),
-    }
-    print(
-        f"both: {figures['added_ms'] * 1e3:+.0f} us a request, 95 % {low * 1e3:+.0f} to {high * 1e3:+.0f} us; "
-        f"throughput {figures['throughput_ratio']:.3f} x without metering"
-    )
+    measured = Measured()
+    for _ in range(_RUNS):
+        measure(measured, options.pairs, options.slices, options.seconds)
+    slices = measured.slices
+    figures = {name: statistics.mean(costs[name] for costs in measured.costs) for name in measured.costs[0]}
+    for name, values in (
+        ("added_ms", measured.added_ms),
+        ("added_cpu_us", [s[METERED][1] - s[PLAIN][1] for s in slices]),
+        ("cpu_ratio", [s[METERED][1] / s[PLAIN][1] for s in slices]),
+        ("throughput_ratio", [s[METERED][0] / s[PLAIN][0] for s in slices]),
+    ):
+        low, high = interval(values)
+        figures |= {name: statistics.median(values), f"{name}_low": low, f"{name}_high": high}
+    print(_describe(figures))
     write(options.json, figures)
+
+
+def _describe(figures: dict[str, float]) -> str:
+    def text(name: str, factor: float, form: str) -> str:
+        value, low, high = (format(figures[name + end] * factor, form) for end in ("", "_low", "_high"))
+        return f"{value} ({low} to {high})"
+
+    return (
+        f"recording a request takes {figures['record_us']:.1f} us of CPU time, and summing it up {figures['report_us']:.1f} us; "
+        f"metering adds {text('added_ms', 1e3, '+.0f')} us to a request, and {text('added_cpu_us', 1, '+.0f')} us of the gateway's "
+        f"CPU time, which is {text('cpu_ratio', 1, '.3f')} x that without; throughput {text('throughput_ratio', 1, '.3f')} x "
+        "(medians, 95 % intervals)"
+    )
 
 
 if __name__ == "__main__":

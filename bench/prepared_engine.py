@@ -37,6 +37,8 @@ from shared.settings import CommonSettings
 FREE, PACED = "free", "paced"
 WORDS = (" the", " winter", " is", " long", " and", " white", ",", " they", " say", ".")
 PROMPT_TOKENS = 8
+TOKEN_S = 1e-3
+"""Device-seconds of a token, as it reports them."""
 _NODE = "prepared"
 _CAPACITY = 4096
 
@@ -169,7 +171,7 @@ class MeshDoor:
             await publish(reply, _CHUNK_HEAD % (i + 1) + _CHUNK_TAILS[i % len(WORDS)])
         last = InferChunk(seq=count + 1, choices=(ChoiceDelta(finish_reason="length"),))
         await publish(reply, last.model_dump_json().encode())
-        usage = Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=count)
+        usage = Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=count, device_s=count * TOKEN_S)
         await publish(reply, InferFinished(seq=count + 2, usage=usage).model_dump_json().encode())
 
 

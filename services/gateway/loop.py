@@ -204,7 +204,7 @@ class Gateway:
         if (record := usage_record(request, origin.caller.name)) is not None:
             self.budgets.on_record(origin.caller.key, record)
             self.usage.record(record)
-            self.request_log.metrics.record_usage(record)
+            self.request_log.metrics.key_usage.add(record)
 
     @staticmethod
     def _counts_for_objectives(request: ActiveRequest) -> bool:

@@ -103,7 +103,20 @@ class Prices(Frozen):
             tokens: As in `cost`.
             compute_us: As in `cost`.
         """
-        return sum(_price_tokens(prices, tokens), self._price_computing(compute_us))
+        prompt_tokens, cached_tokens, completion_tokens = tokens
+        assert prices.prompt is not None
+        assert prices.cached is not None
+        assert prices.completion is not None
+        millionths = prices.completion * completion_tokens
+        if cached := min(cached_tokens, prompt_tokens):
+            millionths += prices.cached * cached
+        if computed := prompt_tokens - cached:
+            millionths += prices.prompt * computed
+        for kind, microseconds in compute_us.items():
+            price = self.compute_seconds.get(kind)  # type: ignore[call-overload] # any text may be asked for
+            if price is not None:
+                millionths += price * microseconds
+        return millionths * _MILLIONTH
 
     def _price_computing(self, compute_us: Mapping[str, int]) -> Decimal:
         if not self.compute_seconds:

@@ -46,6 +46,7 @@ from services.engine.generation.kv_pages import KvPages
 from services.engine.generation.kv_transfers import KvTransfers
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.masks import MaskThread, StepMasks
+from services.engine.generation.open_requests import OpenRequests
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
 from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest
 from services.engine.generation.runner import WARM_UP, Row, Runner, RunnerLost
@@ -91,8 +92,6 @@ class Batcher:
                 None: no objective.
         """
         self.on_command: Callable[[], None] = lambda: None
-        self._ttft_s = ttft_s
-        self._due: dict[str, float] = {}
         self.required_requests: float | None = None
         """RRC of the model (`shared.compliance`); None: unknown. Any thread may set it."""
         self._runner = runner
@@ -108,8 +107,7 @@ class Batcher:
         self._running: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._embeddings = EmbeddingJobs(embedder)
-        self._unfinished: Counter[str] = Counter()
-        self._admitted: set[str] = set()
+        self._open = OpenRequests(ttft_s)
         self._prepared = PreparedPrefixes(runner)
         self._transfers = KvTransfers(
             runner,
@@ -144,15 +142,7 @@ class Batcher:
     def transfer(self, work: Callable[[KvTransfers], R]) -> Future[R]:
         """Read or write keys and values between two steps."""
         done: Future[R] = Future()
-
-        def run() -> None:
-            if done.set_running_or_notify_cancel():
-                try:
-                    done.set_result(work(self._transfers))
-                except Exception as e:  # a thread boundary: the caller gets every error
-                    done.set_exception(e)
-
-        self._send(Transfer(run))
+        self._send(Transfer.create(lambda: work(self._transfers), done))
         return done
 
     def prepare(self, order: PrepareOrder) -> None:
@@ -230,7 +220,7 @@ class Batcher:
 
     def flow_work(self, now: float) -> Mapping[Flow, FlowWork]:
         """Return what each key wants to have computed."""
-        return list_flows((*self._running.values(), *self._waiting), self._embeddings.requests(), self._due, now)
+        return list_flows((*self._running.values(), *self._waiting), self._embeddings.requests(), self._open.due, now)
 
     def step(self, *, is_contended: bool = False, computes: bool = True) -> bool:
         """Apply the queued commands, compute once, and deliver the results.
@@ -258,7 +248,7 @@ class Batcher:
         if events:
             for event in events:
                 if not isinstance(event, Admitted):
-                    self._due.pop(event.request_id, None)
+                    self._open.on_output(event.request_id)
                 if isinstance(event, Embedded):
                     self._costs.close(event.request_id)
             self._deliver(events)
@@ -287,7 +277,7 @@ class Batcher:
                     case Cancel(request_id):
                         self._forget(request_id)
                     case Yield(request_id, retain_s):
-                        if request_id in self._unfinished:
+                        if request_id in self._open:
                             if retain_s:
                                 self._transfers.retain(request_id, retain_s)
                             self._forget(request_id)
@@ -319,19 +309,14 @@ class Batcher:
                             self._embeddings.warm_up(WARM_UP)
                         done()
                     case EmbedRequest():
-                        self._expect(command.request_id)
+                        self._open.expect(command.request_id, time.monotonic())
                         self._embeddings.add(command)
                     case GenerationRequest():
-                        self._expect(command.request_id)
+                        self._open.expect(command.request_id, time.monotonic())
                         self._enqueue(command)
                 command = self._inbox.get_nowait()
         except queue.Empty:
             return True
-
-    def _expect(self, request_id: str) -> None:
-        """Note when the request should have its first token."""
-        if self._ttft_s is not None:
-            self._due[request_id] = time.monotonic() + self._ttft_s
 
     # Memory
 
@@ -406,7 +391,7 @@ class Batcher:
                 sequence.state, sequence.computed, sequence.recomputes = part.state, part.computed, part.caused_by
         self._slots.begin_waiting(sequences, self._running, self._waiting, self._limits.max_sequences)
         self._waiting.extend(sequences)
-        self._unfinished[request.request_id] = len(sequences)
+        self._open.begin(request.request_id, len(sequences))
         if finished or not sequences:
             self._complete(request.request_id, finished, done=not sequences)
 
@@ -416,7 +401,7 @@ class Batcher:
         unsent = [(c.index, c.resume_state.unsent) for c in choices if c.resume_state is not None]
         deltas = tuple(ChoiceDelta(index=i, text=o.text, finish_reason=o.finish_reason) for i, o in unsent)
         self._pending_events += [Admitted(request_id, now), Progressed(request_id, deltas, 0, now, done)]
-        self._admitted.add(request_id)
+        self._open.admit(request_id)
         if done:
             self._forget(request_id)
 
@@ -424,9 +409,7 @@ class Batcher:
         self._running = {k: s for k, s in self._running.items() if s.request.request_id != request_id}
         self._waiting = deque(s for s in self._waiting if s.request.request_id != request_id)
         self._embeddings.forget(request_id)
-        self._unfinished.pop(request_id, None)
-        self._admitted.discard(request_id)
-        self._due.pop(request_id, None)
+        self._open.forget(request_id)
         self._costs.close(request_id)
 
     # A step
@@ -520,8 +503,7 @@ class Batcher:
                 sequence.state = runner.new_state()
             self._running[sequence.key] = sequence
             request_id = sequence.request.request_id
-            if request_id not in self._admitted:
-                self._admitted.add(request_id)
+            if self._open.admit(request_id):
                 yield Admitted(request_id, time.monotonic())
 
     def _advance(
@@ -547,8 +529,7 @@ class Batcher:
         charge()
         now = time.monotonic()
         for request_id, deltas in deltas_by_request.items():
-            self._unfinished[request_id] -= sum(d.finish_reason is not None for d in deltas)
-            done = self._unfinished[request_id] == 0
+            done = self._open.finish(request_id, sum(d.finish_reason is not None for d in deltas))
             device_s = self._costs.report(request_id)
             events.append(Progressed(request_id, tuple(deltas), len(deltas), now, done, device_s))
             if done:

@@ -6,11 +6,15 @@ They take effect between two steps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.prepared_prefixes import PrepareOrder
 from services.engine.generation.request import EmbedRequest, GenerationRequest
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,19 @@ class Transfer:
     """Read or write keys and values (`generation/kv_transfers`). `run` never raises."""
 
     run: Callable[[], None]
+
+    @classmethod
+    def create(cls, work: Callable[[], R], done: Future[R]) -> Transfer:
+        """Make a command that sets `done` to the result or the error of `work`."""
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except Exception as e:  # a thread boundary: the caller gets every error
+                    done.set_exception(e)
+
+        return cls(run)
 
 
 @dataclass(frozen=True)

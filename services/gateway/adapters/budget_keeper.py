@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 
@@ -30,6 +29,22 @@ log = logging.getLogger(__name__)
 ASK_INTERVAL_S = 2.0
 _RESERVED_RETRY_MS = 1_000
 _HOUR_S = 3600
+_NOTHING, _UNUSED = Used(), Spent()
+"""Of keys without active requests, and without usage in the ledger. They are never changed."""
+
+
+@dataclass(slots=True)
+class ReservedBudget:
+    """The estimate of an active request, which counts against the budgets of its key.
+
+    Attributes:
+        key: Name of the key.
+        total: The estimates of all active requests of the key.
+    """
+
+    key: str
+    estimate: Used
+    total: Used
 
 
 class BudgetKeeper:
@@ -53,8 +68,8 @@ class BudgetKeeper:
         self._period = self._now = Period.of_hour(0)
         self._hour = 0
         self._prices: Prices | None = None
-        self._token_prices: dict[str, TokenPrices] = {}
-        """Prices of the models of recent requests: to find them costs more than to apply them."""
+        self._token_prices: dict[str, tuple[TokenPrices, Decimal]] = {}
+        """Prices of recent requests' models, and the highest of a token."""
         self._asking = asyncio.Lock()
         self._failed_at: float | None = None
         self._failures = LogRateLimit()
@@ -70,31 +85,36 @@ class BudgetKeeper:
             if key.name not in self._known and not is_away:
                 await self._ask({key.name} | self._known)
 
-    @contextmanager
-    def reserve(self, key: ApiKey, tokens: float, model: str) -> Iterator[None]:
-        """Admit a request, and count its estimate while the block runs.
+    def reserve(self, key: ApiKey, tokens: float, model: str) -> ReservedBudget:
+        """Admit a request, and count its estimate until `release`.
 
         Args:
             tokens: Estimate of its prompt and completion tokens.
+
+        Returns:
+            What was reserved; the caller releases it when the request has ended.
 
         Raises:
             InsufficientQuota: The key has used a budget.
             RateLimitExceeded: Its active requests may use the rest of a budget.
         """
         period = self._present()
-        reserved = self._reserved.get(key.name) or Used()
+        reserved = self._reserved.get(key.name, _NOTHING)
         exhausted = find_exhausted(key, self._spent_in(key.name, period), self._unreported.total(key.name), reserved, period)
         if exhausted is not None:
             raise _refusal(key, exhausted, self._prices)
+        if reserved is _NOTHING:
+            reserved = self._reserved[key.name] = Used()
         money, device_s = self._estimate(tokens, model), self._rates.estimate(model, tokens)
-        reserved = self._reserved.setdefault(key.name, reserved)
         reserved.add(tokens, money, device_s)
-        try:
-            yield
-        finally:
-            reserved.add(-tokens, -money, -device_s)
-            if abs(reserved.tokens) < 1 and not reserved.money:
-                self._reserved.pop(key.name, None)
+        return ReservedBudget(key.name, Used(tokens, money, device_s), reserved)
+
+    def release(self, reserved: ReservedBudget) -> None:
+        """The request ended: its estimate does not count any more."""
+        estimate, total = reserved.estimate, reserved.total
+        total.add(-estimate.tokens, -estimate.money, -estimate.device_s)
+        if abs(total.tokens) < 1 and not total.money and self._reserved.get(reserved.key) is total:
+            del self._reserved[reserved.key]
 
     def on_record(self, key: ApiKey | None, record: UsageRecord) -> None:
         """A request of the key ended, and is not in the ledger yet."""
@@ -110,13 +130,15 @@ class BudgetKeeper:
             return Decimal(0)
         tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
         return self._prices.request_cost(
-            self._prices_of(self._prices, record.model), tokens, {record.compute_kind: record.compute_us}
+            self._prices_of(self._prices, record.model)[0], tokens, {record.compute_kind: record.compute_us}
         )
 
-    def _prices_of(self, prices: Prices, model: str) -> TokenPrices:
+    def _prices_of(self, prices: Prices, model: str) -> tuple[TokenPrices, Decimal]:
         found = self._token_prices.get(model)
         if found is None:
-            found = self._token_prices[model] = prices.of_model(model)
+            of_model = prices.of_model(model)
+            highest = max(of_model.prompt or Decimal(0), of_model.completion or Decimal(0))
+            found = self._token_prices[model] = (of_model, highest / 1_000_000)
         return found
 
     def list_spending(self) -> dict[str, KeySpending]:
@@ -145,7 +167,7 @@ class BudgetKeeper:
         """Return the ledger's sums; those of an earlier day or month are over."""
         spent = self._spent.get(name)
         if spent is None:
-            return Spent()
+            return _UNUSED
         gone: dict[str, float | Decimal] = {}
         if self._period.day != period.day:
             gone |= {"day_tokens": 0, "day_device_s": 0.0, "day_money": Decimal(0)}
@@ -156,8 +178,7 @@ class BudgetKeeper:
     def _estimate(self, tokens: float, model: str) -> Decimal:
         if self._prices is None:
             return Decimal(0)
-        prices = self._prices_of(self._prices, model)
-        return Decimal(tokens) * max(prices.prompt or Decimal(0), prices.completion or Decimal(0)) / 1_000_000
+        return Decimal(tokens) * self._prices_of(self._prices, model)[1]
 
     # The ledger's sums.
 

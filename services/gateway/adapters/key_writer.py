@@ -102,14 +102,21 @@ class KeyWriter:
         return key
 
     async def change(self, name: str, change: ChangeKey, actor: Actor) -> ApiKey:
-        """Change the limits of a key. Raises `NotFound` if there is none of that name."""
+        """Change the limits of a key; a new expiry does not prolong the overlap of a rotation.
+
+        Raises:
+            NotFound: There is no key of that name.
+        """
         present = self._find(name)
         fields = {field: getattr(change, field) for field in change.model_fields_set}
+        # The key that is being replaced first: at no time it expires after its successor.
+        digests = sorted(present, key=lambda d: _rank(present[d]))
         async with self._audited("change", name, actor, change.model_dump(mode="json", exclude_unset=True)) as bucket:
-            for digest, key in present.items():
-                is_old = key.expires is not None and len(present) > 1
-                changed = key.model_copy(update=fields | ({"expires": key.expires} if is_old else {}))
-                await self._update(bucket, digest, changed)
+            for digest in digests:
+                key, more = present[digest], dict(fields)
+                if "expires" in fields and digest != digests[-1]:
+                    more["expires"] = _earlier(key.expires, fields["expires"])
+                await self._update(bucket, digest, key.model_copy(update=more))
         return self._find_newest(name)
 
     async def rotate(self, name: str, rotation: RotateKey, actor: Actor) -> ApiKey:
@@ -259,6 +266,11 @@ class KeyWriter:
 
     def _find_newest(self, name: str) -> ApiKey:
         return max(self._find(name).values(), key=_rank)
+
+
+def _earlier(*times: int | None) -> int | None:
+    """Return the first of some expiries; None is never."""
+    return min((time for time in times if time is not None), default=None)
 
 
 def _rank(key: ApiKey) -> tuple[float, int]:

@@ -77,6 +77,27 @@ class RateLimiter:
         self._leases: dict[str, Lease] = {}
         self._budgets: dict[str, KeyBudget] = {}
         self._asking: dict[str, asyncio.Lock] = {}
+        self._fixed_headers: dict[str, _FixedHeaders] = {}
+
+    def _headers(self, key: ApiKey, lease: Lease) -> dict[str, str]:
+        """Format the limits as OpenAI's `x-ratelimit-*` headers."""
+        held, fixed = lease.answer, self._fixed_headers.get(key.name)
+        assert held is not None
+        if fixed is None or fixed.answer is not held or fixed.key is not key:
+            fixed = self._fixed_headers[key.name] = _FixedHeaders.build(key, held)
+        found = fixed.headers.copy()
+        if key.requests_per_minute is not None:
+            remaining = (held.remaining_requests or 0) + max(0, int(held.requests - lease.used_requests))
+            found["x-ratelimit-remaining-requests"] = str(min(key.requests_per_minute, remaining))
+        if key.tokens_per_minute is not None:
+            remaining = (held.remaining_tokens or 0) + max(0, int(held.tokens - lease.used_tokens))
+            found["x-ratelimit-remaining-tokens"] = str(min(key.tokens_per_minute, remaining))
+        return found
+
+    def _refusal(self, key: ApiKey, lease: Lease) -> RateLimitExceeded:
+        error = _refusal(key, lease)
+        error.headers = self._headers(key, lease) if lease.answer is not None else {}
+        return error
 
     async def admit(self, key: ApiKey, tokens: float) -> Admitted:
         """Count a request against the limits of its key.
@@ -97,16 +118,16 @@ class RateLimiter:
             now = time.monotonic()
             owner = self._members.owner(key.name)
             if lease.admit(key, tokens, owner, now):
-                return Admitted(lease, tokens, _headers(key, lease))
+                return Admitted(lease, tokens, self._headers(key, lease))
             if owner != self._id and now < lease.denied_until:
-                raise _refusal(key, lease)
+                raise self._refusal(key, lease)
             if owner == self._id:
                 self._ask_itself(key, lease, tokens, now)
             else:
                 await self._ask(key, lease, tokens, owner)
             if time.monotonic() < lease.denied_until:
-                raise _refusal(key, lease)
-        raise _refusal(key, lease)
+                raise self._refusal(key, lease)
+        raise self._refusal(key, lease)
 
     def _ask_itself(self, key: ApiKey, lease: Lease, tokens: float, now: float) -> None:
         ask = lease.ask(self._id, key, tokens)
@@ -187,6 +208,7 @@ class RateLimiter:
                 if not lease.in_flight:
                     del self._leases[name]
                     self._asking.pop(name, None)
+                    self._fixed_headers.pop(name, None)
                 continue
             owner = self._members.owner(name)
             if lease.answer is None or lease.owner != owner:
@@ -205,22 +227,24 @@ class RateLimiter:
             del self._budgets[name]
 
 
-def _headers(key: ApiKey, lease: Lease) -> dict[str, str]:
-    """Format the limits as OpenAI's `x-ratelimit-*` headers."""
-    held = lease.answer
-    assert held is not None
-    found: dict[str, str] = {}
-    if key.requests_per_minute is not None:
-        unused = max(0, math.floor(held.requests - lease.used_requests))
-        found["x-ratelimit-limit-requests"] = str(key.requests_per_minute)
-        found["x-ratelimit-remaining-requests"] = str(min(key.requests_per_minute, (held.remaining_requests or 0) + unused))
-        found["x-ratelimit-reset-requests"] = format_reset(held.requests_reset_s or 0.0)
-    if key.tokens_per_minute is not None:
-        unused = max(0, math.floor(held.tokens - lease.used_tokens))
-        found["x-ratelimit-limit-tokens"] = str(key.tokens_per_minute)
-        found["x-ratelimit-remaining-tokens"] = str(min(key.tokens_per_minute, (held.remaining_tokens or 0) + unused))
-        found["x-ratelimit-reset-tokens"] = format_reset(held.tokens_reset_s or 0.0)
-    return found
+@dataclass(frozen=True, slots=True)
+class _FixedHeaders:
+    """Headers that do not change until the limits or the lease do."""
+
+    key: ApiKey
+    answer: LimitsLeased
+    headers: dict[str, str]
+
+    @classmethod
+    def build(cls, key: ApiKey, answer: LimitsLeased) -> _FixedHeaders:
+        found: dict[str, str] = {}
+        if key.requests_per_minute is not None:
+            found["x-ratelimit-limit-requests"] = str(key.requests_per_minute)
+            found["x-ratelimit-reset-requests"] = format_reset(answer.requests_reset_s or 0.0)
+        if key.tokens_per_minute is not None:
+            found["x-ratelimit-limit-tokens"] = str(key.tokens_per_minute)
+            found["x-ratelimit-reset-tokens"] = format_reset(answer.tokens_reset_s or 0.0)
+        return cls(key, answer, found)
 
 
 def format_reset(seconds: float) -> str:
@@ -240,6 +264,5 @@ def _refusal(key: ApiKey, lease: Lease) -> RateLimitExceeded:
         f"Rate limit reached for the API key {key.name}: {getattr(key, field)} {words}. Repeat the request in {format_reset(retry_s)}",
         retry_after_ms=math.ceil(retry_s * 1000),
     )
-    error.headers = _headers(key, lease) if held is not None else {}
     error.limit = field
     return error

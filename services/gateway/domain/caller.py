@@ -55,7 +55,7 @@ class Caller:
 
     def may_use(self, card: ModelCard) -> bool:
         """True if the key's patterns match the model's name, an alias, or `base:adapter`."""
-        if self.key is None or not self.key.models:
+        if self.key is None or not self.key.models or "*" in self.key.models:
             return True
         return any(fnmatchcase(name, pattern) for pattern in self.key.models for name in _names_of(card))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+from pydantic_core import from_json, to_json
 
 from shared.contracts.usage import (
     MAX_HOUR,
@@ -27,15 +28,19 @@ _MAX_DEVICES = 10_000
 _MAX_COMPUTE_US = 1 << 42
 """Of one request: 50 days of a device."""
 _SETTLED = "settled"
+_CHECKED_NAMES = 4_096
+"""Names that were checked recently: lines repeat them."""
 _RowName = tuple[int, str, str, str]
 """Hour, key, model and adapter."""
 _WaitName = tuple[str, str, str, str]
 """Plan, key, model and adapter."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UsageRecord:
     """What one request used; fields as in `UsageRow` and `ColdWait`.
+
+    Not frozen: to create a frozen one takes eight times as long, and each request needs two.
 
     Attributes:
         compute_us: Microseconds that devices computed for it, times the devices of the instance.
@@ -65,23 +70,23 @@ class UsageRecord:
 
     def line(self) -> bytes:
         """Encode the record as one line of a spool."""
-        fields = [
+        fields: list[Any] = [
             self.hour,
             self.key,
             self.model,
             self.adapter,
-            int(self.failed),
+            1 if self.failed else 0,
             self.prompt_tokens,
             self.cached_tokens,
             self.completion_tokens,
         ]
-        if self.plan_id is not None or self.compute_us or self.answer_id:
-            fields += [self.plan_id, round(self.start_s, 3), self.device_kind, self.devices]
-        if self.compute_us or self.answer_id:
-            fields += [self.compute_us, self.compute_kind]
-        if self.answer_id:
-            fields.append(self.answer_id)
-        return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+        if self.compute_us or self.answer_id or self.plan_id is not None:
+            fields += (self.plan_id, round(self.start_s, 3), self.device_kind, self.devices)
+            if self.compute_us or self.answer_id:
+                fields += (self.compute_us, self.compute_kind)
+                if self.answer_id:
+                    fields.append(self.answer_id)
+        return to_json(fields) + b"\n"
 
     @classmethod
     def parse(cls, line: bytes) -> UsageRecord | None:
@@ -91,10 +96,7 @@ class UsageRecord:
         records behind it from being reported.
         """
         try:
-            hour, key, model, adapter, failed, prompt, cached, completion, *cold = json.loads(line)
-            # A gateway of an earlier version wrote the first four or six only.
-            defaults: list[Any] = [None, 0.0, "", 1, 0, "", ""]
-            plan_id, start_s, device_kind, devices, compute_us, compute_kind, answer_id = cold + defaults[len(cold) :]
+            hour, key, model, adapter, failed, prompt, cached, completion, *cold = from_json(line)
             record = cls(
                 int(hour),
                 str(key),
@@ -104,35 +106,56 @@ class UsageRecord:
                 max(0, int(prompt)),
                 max(0, int(cached)),
                 max(0, int(completion)),
-                None if plan_id is None else str(plan_id),
-                max(0.0, float(start_s)),
-                str(device_kind),
-                int(devices),
-                max(0, int(compute_us)),
-                str(compute_kind),
-                str(answer_id),
             )
+            if cold:
+                record._set_cold(*cold)
             return record if record._is_storable() else None
         except (ValueError, TypeError, OverflowError):
             return None
 
-    def _is_storable(self) -> bool:
-        """True if a report and PostgreSQL take the record.
+    def _set_cold(
+        self,
+        plan_id: Any,
+        start_s: Any = 0.0,
+        device_kind: Any = "",
+        devices: Any = 1,
+        compute_us: Any = 0,
+        compute_kind: Any = "",
+        answer_id: Any = "",
+    ) -> None:
+        """Set what not every line has. A gateway of an earlier version wrote two or four fields."""
+        self.plan_id = None if plan_id is None else str(plan_id)
+        self.start_s = max(0.0, float(start_s))
+        self.device_kind = str(device_kind)
+        self.devices = int(devices)
+        self.compute_us = max(0, int(compute_us))
+        self.compute_kind = str(compute_kind)
+        self.answer_id = str(answer_id)
 
-        Raises:
-            UnicodeEncodeError: A name is no Unicode text.
-        """
-        names = (self.key, self.model, self.adapter, self.plan_id or "", self.device_kind, self.compute_kind, self.answer_id)
-        "".join(names).encode()
+    def _is_storable(self) -> bool:
+        """True if a report and PostgreSQL take the record."""
         return (
             0 <= self.hour <= MAX_HOUR
-            and max(self.prompt_tokens, self.cached_tokens, self.completion_tokens) <= _MAX_TOKENS
+            and self.prompt_tokens <= _MAX_TOKENS
+            and self.cached_tokens <= _MAX_TOKENS
+            and self.completion_tokens <= _MAX_TOKENS
             and math.isfinite(self.start_s)
             and self.compute_us <= _MAX_COMPUTE_US
             and len(self.device_kind) <= _MAX_KIND_CHARACTERS
             and 1 <= self.devices <= _MAX_DEVICES
-            and all(len(name) <= MAX_NAME_CHARACTERS and "\0" not in name for name in names)
+            and _is_storable_name(self.key)
+            and _is_storable_name(self.model)
+            and _is_storable_name(self.adapter)
+            and (self.plan_id is None or _is_storable_name(self.plan_id))
+            and _is_storable_name(self.device_kind)
+            and _is_storable_name(self.compute_kind)
+            and (not self.answer_id or _is_storable_name(self.answer_id))
         )
+
+
+@lru_cache(_CHECKED_NAMES)
+def _is_storable_name(name: str) -> bool:
+    return len(name) <= MAX_NAME_CHARACTERS and "\0" not in name
 
 
 @dataclass(slots=True)
@@ -148,7 +171,7 @@ class _Wait:
 
 def settled_line(answer_id: str) -> bytes:
     """Encode that no other gateway will record the usage of a response."""
-    return json.dumps({_SETTLED: answer_id}, separators=(",", ":")).encode() + b"\n"
+    return to_json({_SETTLED: answer_id}) + b"\n"
 
 
 def next_report(spool: str, start: int, data: bytes) -> ReportUsage | None:
@@ -163,8 +186,8 @@ def next_report(spool: str, start: int, data: bytes) -> ReportUsage | None:
     Returns:
         None if there is no whole line.
     """
-    lines = list(_whole_lines(data))
-    settled = {answer_id for line in lines if (answer_id := _settled_id(line)) is not None}
+    lines = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
+    settled = {_settled_id(line) for line in lines if line.startswith(b"{")}
     report = _Report()
     end = 0
     for line in lines:
@@ -207,41 +230,41 @@ class _Report:
 
     def _sum_up(self, record: UsageRecord) -> bool:
         name = (record.hour, record.key, record.model, record.adapter)
-        cold = (record.plan_id or "", record.key, record.model, record.adapter)
-        is_new_wait = record.plan_id is not None and cold not in self.waits
-        is_new_row = name not in self.rows
-        if (is_new_row and len(self.rows) >= MAX_ROWS_PER_REPORT) or (is_new_wait and len(self.waits) >= MAX_ROWS_PER_REPORT):
+        sums = self.rows.get(name)
+        if sums is None:
+            if len(self.rows) >= MAX_ROWS_PER_REPORT:
+                return False
+            sums = [0] * 8
+        if record.plan_id is not None and not self._add_wait(record.plan_id, record):
             return False
-        sums = self.rows.setdefault(name, [0] * 8)
-        for i, more in enumerate(
-            (
-                1,
-                int(record.failed),
-                record.prompt_tokens,
-                record.cached_tokens,
-                record.completion_tokens,
-                int(record.plan_id is not None),
-                record.compute_us if record.compute_kind == "cpu" else 0,
-                record.compute_us if record.compute_kind == "cuda" else 0,
-            )
-        ):
-            sums[i] += more
-        if record.plan_id is not None:
-            wait = self.waits.setdefault(cold, _Wait(record.hour, record.device_kind, record.devices))
-            wait.requests += 1
-            wait.start_s = max(wait.start_s, record.start_s)
+        self.rows[name] = sums
+        sums[0] += 1
+        sums[1] += record.failed
+        sums[2] += record.prompt_tokens
+        sums[3] += record.cached_tokens
+        sums[4] += record.completion_tokens
+        sums[5] += record.plan_id is not None
+        if record.compute_kind == "cpu":
+            sums[6] += record.compute_us
+        elif record.compute_kind == "cuda":
+            sums[7] += record.compute_us
+        return True
+
+    def _add_wait(self, plan_id: str, record: UsageRecord) -> bool:
+        name = (plan_id, record.key, record.model, record.adapter)
+        wait = self.waits.get(name)
+        if wait is None:
+            if len(self.waits) >= MAX_ROWS_PER_REPORT:
+                return False
+            wait = self.waits[name] = _Wait(record.hour, record.device_kind, record.devices)
+        wait.requests += 1
+        wait.start_s = max(wait.start_s, record.start_s)
         return True
 
 
-def _whole_lines(data: bytes) -> Iterable[bytes]:
-    return (line for line in data.splitlines(keepends=True) if line.endswith(b"\n"))
-
-
 def _settled_id(line: bytes) -> str | None:
-    if not line.startswith(b"{"):
-        return None
     try:
-        return str(json.loads(line)[_SETTLED])
+        return str(from_json(line)[_SETTLED])
     except (ValueError, KeyError):
         return None  # damaged
 

@@ -26,9 +26,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from nats.errors import Error as NatsError
 
@@ -42,7 +42,6 @@ from services.gateway.adapters.idempotency_store import (
     ExistingKey,
     IdempotencyStore,
     ResponsePart,
-    is_store_unavailable,
     store_errors_as_unavailable,
 )
 from services.gateway.domain.dispatcher import Dispatcher
@@ -50,6 +49,7 @@ from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Stage
 from services.gateway.idempotency.abandoned import claim_if_abandoned
 from services.gateway.idempotency.replay import REPLAY_TIMEOUT_S, Replay
+from services.gateway.idempotency.store_retry import retry_store
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.requests.response_reader import Attempt
 from shared.contracts import subjects
@@ -57,14 +57,8 @@ from shared.errors import DeadlineExceeded, EngineFailed, IdempotencyKeyReused, 
 from shared.tasks import end
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-_STORE_RETRY_TIMEOUT_S, _STORE_RETRY_S = 60.0, 0.5
 _GAP_TIMEOUT_S = 5.0
 """The gateway expects missing messages from the stored stream for this long."""
-_QUICK_FAILURE_S = 10.0
-"""An attempt that fails within it did not find the store at work; longer than the time-out of any
-call of the store.
-"""
 
 
 def require_same_request(place: Claim | ExistingKey, request: str) -> Claim | ExistingKey:
@@ -142,28 +136,7 @@ class IdempotentRequest:
             if isinstance(place, Claim):
                 await self._hold_claim(place)
                 return
-            place = await self._retry(partial(self._follow, place))
-
-    async def _retry(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `operation` while the store is unavailable, as during a restart of NATS.
-
-        Gives up after `_STORE_RETRY_TIMEOUT_S` of attempts that fail quickly, and raises what
-        `operation` raises. An attempt that lasted longer, like following a response for a minute,
-        found the store at work: the time begins again.
-        """
-        until = time.monotonic() + _STORE_RETRY_TIMEOUT_S
-        while True:
-            began = time.monotonic()
-            try:
-                return await operation()
-            except Exception as e:
-                now = time.monotonic()
-                if now - began > _QUICK_FAILURE_S:
-                    until = now + _STORE_RETRY_TIMEOUT_S
-                if not is_store_unavailable(e) or now > until:
-                    raise
-                log.info("idempotency store is unavailable; retrying", extra={"error": repr(e)})
-            await asyncio.sleep(_STORE_RETRY_S)
+            place = await retry_store(partial(self._follow, place))
 
     @property
     def metered_as(self) -> str | None:
@@ -205,13 +178,13 @@ class IdempotentRequest:
         self._find_instance(entry)
         self._attempt_reply = entry.reply
         if self._replay.subject != entry.reply:
-            await self._retry(partial(self._replay.read, entry))
+            await retry_store(partial(self._replay.read, entry))
         attempt = self._request.attempt
         if attempt.refusal is not None:
             dispatcher.on_refused(self._ticket, attempt.refusal, now)
         elif attempt.engine_loss is not None:
             dispatcher.on_engine_lost(self._ticket, attempt.engine_loss, now)
-        elif not self._request.completion.is_done and not await self._retry(partial(self._store.captured_messages, entry.reply)):
+        elif not self._request.completion.is_done and not await retry_store(partial(self._store.captured_messages, entry.reply)):
             message = self._request.infer_message()
             self._replay.on_stop(await self._engines.send_again(message, self._request, entry.reply))
 
@@ -223,7 +196,7 @@ class IdempotentRequest:
 
     async def _read_parts(self, entry: Entry) -> None:
         """Read the parts of a response whose last attempt has ended. Raises `EngineFailed`."""
-        await self._retry(partial(self._replay.read, entry))
+        await retry_store(partial(self._replay.read, entry))
         if not self._request.can_resume:
             self._replay.require_restartable()
 
@@ -257,7 +230,7 @@ class IdempotentRequest:
         record = partial(
             claim.record_attempt, reply, attempt_id, ticket.instance_id or "", ticket.node, route.status.revision, parts
         )
-        await self._retry(record)
+        await retry_store(record)
         if self._is_sent_as(attempt_id):
             self._engines.forget(self._request.attempt.id)
             self._request.begin_attempt(route, time.monotonic())
@@ -275,7 +248,7 @@ class IdempotentRequest:
         """
         parts = before.parts
         if before.reply and before.reply == self._attempt_reply:
-            messages = await self._retry(partial(self._replay.read_missed, before))
+            messages = await retry_store(partial(self._replay.read_missed, before))
             parts = (*parts, ResponsePart(reply=before.reply, messages=messages))
         if self._request.can_resume:
             return parts
@@ -312,7 +285,7 @@ class IdempotentRequest:
     async def _catch_up(self) -> None:
         assert self._claim is not None
         try:
-            await self._retry(partial(self._replay.catch_up, self._claim.entry))
+            await retry_store(partial(self._replay.catch_up, self._claim.entry))
         except (NatsError, TimeoutError) as e:
             log.info("failed to read the stored messages of a response", extra={"error": repr(e)})
 
@@ -333,7 +306,7 @@ class IdempotentRequest:
 
     async def _record_end(self, claim: Claim) -> None:
         try:
-            await self._retry(partial(self._write_end, claim))
+            await retry_store(partial(self._write_end, claim))
         except ClaimLost:
             log.info("another gateway owned the idempotency key when its request ended")
         except (NatsError, TimeoutError) as e:

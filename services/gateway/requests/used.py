@@ -6,6 +6,7 @@ import time
 
 from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.requests.active_request import ActiveRequest
+from shared.contracts.node import InstanceStatus
 
 
 def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
@@ -22,28 +23,32 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
     answer_id = request.idempotency.metered_as if request.idempotency is not None else ""
     if answer_id is None or not (ticket.attempts or request.response.is_replay):
         return None
-    adapter = request.engine_request.lora_adapter
-    cold_at = stats.cold_ready_at
-    spans = [s for report in stats.phase_reports if cold_at is not None and report.received_at == cold_at for s in report.phases]
-    served = stats.instance
-    started = served if cold_at is not None else None
-    kind = served.device_ids[0].partition(":")[0] if served is not None and served.device_ids else ""
-    count = served.device_count if served is not None else 1
-    compute_s = (stats.earlier_device_s + request.attempt.device_s) * count
-    return UsageRecord(
-        hour=int(time.time() // 3600),
-        key=key,
-        model=ticket.model,
-        adapter=adapter.name if adapter is not None else "",
-        failed=completion.error is not None or completion.has_client_left,
-        prompt_tokens=stats.usage.prompt_tokens,
-        cached_tokens=stats.usage.cached_tokens,
-        completion_tokens=max(stats.usage.completion_tokens, request.resume_state.tokens),
-        plan_id=started.plan_id if started is not None else None,
-        start_s=max((-span.start_ms for span in spans), default=0.0) / 1e3,
-        device_kind=kind if started is not None else "",
-        devices=count if started is not None else 1,
-        compute_us=round(compute_s * 1e6) if kind else 0,
-        compute_kind=kind if compute_s else "",
+    adapter, served, usage = request.engine_request.lora_adapter, stats.instance, stats.usage
+    record = UsageRecord(
+        int(time.time() // 3600),
+        key,
+        ticket.model,
+        adapter.name if adapter is not None else "",
+        completion.error is not None or completion.has_client_left,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        max(usage.completion_tokens, request.resume_state.tokens),
         answer_id=answer_id,
     )
+    if served is not None:
+        _add_devices(record, request, served)
+    return record
+
+
+def _add_devices(record: UsageRecord, request: ActiveRequest, served: InstanceStatus) -> None:
+    """Add the computing of devices, and the cold start that the request waited for."""
+    stats, kind = request.stats, served.device_ids[0].partition(":")[0] if served.device_ids else ""
+    compute_s = (stats.earlier_device_s + request.attempt.device_s) * served.device_count
+    if compute_s:
+        record.compute_us = round(compute_s * 1e6) if kind else 0
+        record.compute_kind = kind
+    if (cold_at := stats.cold_ready_at) is not None:
+        spans = [span for report in stats.phase_reports if report.received_at == cold_at for span in report.phases]
+        record.plan_id = served.plan_id
+        record.start_s = max((-span.start_ms for span in spans), default=0.0) / 1e3
+        record.device_kind, record.devices = kind, served.device_count

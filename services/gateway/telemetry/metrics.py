@@ -12,9 +12,9 @@ from prometheus_client.exposition import choose_encoder
 
 from services.gateway.domain.admission import Admission
 from services.gateway.domain.dispatcher import Dispatcher
-from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.telemetry.histogram import Histogram
+from services.gateway.telemetry.key_usage import KeyUsage
 from services.gateway.telemetry.rejections import rejection_reason
 from shared.contracts.traces import RequestTrace
 from shared.errors import ThawError
@@ -80,15 +80,7 @@ class Metrics:
         self.objectives = meter.create_counter(
             "thaw.requests.objective", "{request}", "Requests of models with an objective (`slo`), by thaw.met."
         )
-
-        self.key_requests = meter.create_counter("thaw.key.requests", "{request}", "Metered requests, by API key and model.")
-        self.key_tokens = meter.create_counter("thaw.key.tokens", "{token}", "Metered tokens, by API key, model and type.")
-        self.key_compute = meter.create_counter(
-            "thaw.key.compute", "s", "Device time of metered requests, by API key, model and thaw.device.kind."
-        )
-        self.key_cold = meter.create_counter(
-            "thaw.key.cold_requests", "{request}", "Metered requests that waited for a cold start, by API key and model."
-        )
+        self.key_usage = KeyUsage(meter)
         self.batches = meter.create_counter("thaw.batches", "{batch}", "Batches that have ended, by status.")
         self.batch_requests = meter.create_counter("thaw.batch.requests", "{request}", "Stored results of batches, by HTTP status.")
 
@@ -180,18 +172,6 @@ class Metrics:
         reason = rejection_reason(error)
         if reason is not None:
             self.rejections.add(1, {"thaw.key": key, "thaw.reason": reason})
-
-    def record_usage(self, record: UsageRecord) -> None:
-        """Count what the ledger records, by key and model."""
-        names = {"thaw.key": record.key, "gen_ai.request.model": record.adapter or record.model}
-        self.key_requests.add(1, names)
-        for kind, tokens in (("input", record.prompt_tokens), ("output", record.completion_tokens)):
-            if tokens:
-                self.key_tokens.add(tokens, names | {"gen_ai.token.type": kind})
-        if record.compute_us:
-            self.key_compute.add(record.compute_us / 1e6, names | {"thaw.device.kind": record.compute_kind})
-        if record.plan_id is not None:
-            self.key_cold.add(1, names)
 
     def record_objective(self, model: str, *, is_met: bool) -> None:
         self.objectives.add(1, {"gen_ai.request.model": model, "thaw.met": is_met})

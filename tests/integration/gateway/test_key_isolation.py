@@ -80,6 +80,29 @@ async def test_the_old_key_of_a_rotation_is_refused_when_the_overlap_has_ended(
     assert sorted(key["expires"] is None for key in listed) == [False, True]
 
 
+async def test_a_change_of_the_expiry_during_a_rotation_is_the_new_keys_and_prolongs_no_overlap(guarded: Served) -> None:
+    day = int(time.time()) + 24 * 3600
+    await add(guarded, "alice", "sk-old", expires=day)
+    body = {"sha256": hash_key("sk-new"), "overlap_s": 3600}
+    assert (await guarded.http.post("/admin/v1/keys/alice/rotate", json=body, headers=ADMIN)).status_code == 200
+    soon = int(time.time()) + 600
+
+    async def expiries(change: int | None) -> list[int | None]:
+        """Change the expiry; return those of the old and the new key, which is the later."""
+        answer = await guarded.http.patch("/admin/v1/keys/alice", json={"expires": change}, headers=ADMIN)
+        assert answer.json()["expires"] == change
+        keys = (await guarded.http.get("/admin/v1/keys", headers=ADMIN)).json()["keys"]
+        return sorted((key["expires"] for key in keys), key=lambda at: (at is None, at or 0))
+
+    overlap_end, changed = await expiries(day + 1)
+    assert changed == day + 1
+    assert overlap_end is not None
+    assert overlap_end < day
+    assert await expiries(None) == [overlap_end, None]
+    assert await expiries(soon) == [soon, soon]
+    assert await expiries(day) == [soon, day]
+
+
 async def test_a_change_that_cannot_be_logged_is_refused_but_a_revocation_is_made(guarded: Served, node: FakeNode) -> None:
     begun = time.time()
     await add(guarded, "alice", "sk-alice", requests_per_minute=1000)

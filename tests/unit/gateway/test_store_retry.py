@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from services.gateway.idempotency import idempotent_request
-from services.gateway.idempotency.idempotent_request import IdempotentRequest
+from services.gateway.idempotency import store_retry
+from services.gateway.idempotency.store_retry import retry_store
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idempotent_request, "_STORE_RETRY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(idempotent_request, "_STORE_RETRY_S", 0.02)
-    monkeypatch.setattr(idempotent_request, "_QUICK_FAILURE_S", 0.15)
+    monkeypatch.setattr(store_retry, "_STORE_RETRY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(store_retry, "_STORE_RETRY_S", 0.02)
+    monkeypatch.setattr(store_retry, "_QUICK_FAILURE_S", 0.15)
 
 
 class Operation:
@@ -37,12 +37,11 @@ async def test_retries_outlast_an_outage_that_starts_late() -> None:
     Chaos seed 1: a response was followed for a minute; NATS stopped then, and the first failure was
     final.
     """
-    request = object.__new__(IdempotentRequest)
-    assert await request._retry(Operation(3, 0.25)) == "done"
+    assert await retry_store(Operation(3, 0.25)) == "done"
 
 
 async def test_retries_stop_if_the_store_stays_unavailable() -> None:
     operation = Operation(1_000, 0.0)
     with pytest.raises(TimeoutError):
-        await object.__new__(IdempotentRequest)._retry(operation)
+        await retry_store(operation)
     assert operation.failures < 1_000 - 2, "it was repeated"

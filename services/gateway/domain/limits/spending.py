@@ -54,10 +54,17 @@ class Unreported:
     _closed: list[tuple[int, _Sums]] = field(default_factory=list)
     _confirmed: _Sums = field(default_factory=dict)
     _asked: _Sums = field(default_factory=dict)
+    _totals: _Sums = field(default_factory=dict)
+    """Totals of all segments since the last answer, as far as they were asked for."""
 
     def add(self, key: str, tokens: float, money: Decimal, device_s: float) -> None:
         """A request ended."""
-        self._open.setdefault(key, Used()).add(tokens, money, device_s)
+        used = self._open.get(key)
+        if used is None:
+            used = self._open[key] = Used()
+        used.add(tokens, money, device_s)
+        if (total := self._totals.get(key)) is not None:
+            total.add(tokens, money, device_s)
 
     def cut(self, size: int) -> None:
         """A report begins; the spool ends at `size`, after all records that were added."""
@@ -81,12 +88,16 @@ class Unreported:
     def on_answer(self) -> None:
         """The sums that were asked for have arrived."""
         self._asked = {}
+        self._totals = {}
 
     def total(self, key: str) -> Used:
-        found = Used()
-        for sums in (self._open, self._confirmed, self._asked, *(sums for _, sums in self._closed)):
-            if (used := sums.get(key)) is not None:
-                found.add(used.tokens, used.money, used.device_s)
+        """Return what the key used, for the caller to read at once: later requests are added."""
+        found = self._totals.get(key)
+        if found is None:
+            found = self._totals[key] = Used()
+            for sums in (self._open, self._confirmed, self._asked, *(sums for _, sums in self._closed)):
+                if (used := sums.get(key)) is not None:
+                    found.add(used.tokens, used.money, used.device_s)
         return found
 
 
@@ -142,6 +153,8 @@ def find_exhausted(limits: KeyLimits, spent: Spent, unreported: Used, reserved: 
         spent: What the ledger has of `period`.
         reserved: Estimates of the active requests.
     """
+    if not _is_any_exhausted(limits, spent, unreported, reserved):
+        return None
     found: Exhausted | None = None
     for name, ends_at, budgets, used in (
         (
@@ -170,6 +183,27 @@ def find_exhausted(limits: KeyLimits, spent: Spent, unreported: Used, reserved: 
                 return exhausted
             found = found or exhausted
     return found
+
+
+def _is_any_exhausted(limits: KeyLimits, spent: Spent, unreported: Used, reserved: Used) -> bool:
+    """True if `find_exhausted` finds a budget: most requests need no more than this."""
+    return (
+        (
+            limits.tokens_per_month is not None
+            and spent.month_tokens + unreported.tokens + reserved.tokens >= limits.tokens_per_month
+        )
+        or (limits.tokens_per_day is not None and spent.day_tokens + unreported.tokens + reserved.tokens >= limits.tokens_per_day)
+        or (
+            limits.device_seconds_per_month is not None
+            and spent.month_device_s + unreported.device_s + reserved.device_s >= limits.device_seconds_per_month
+        )
+        or (
+            limits.device_seconds_per_day is not None
+            and spent.day_device_s + unreported.device_s + reserved.device_s >= limits.device_seconds_per_day
+        )
+        or (limits.money_per_month is not None and spent.month_money + unreported.money + reserved.money >= limits.money_per_month)
+        or (limits.money_per_day is not None and spent.day_money + unreported.money + reserved.money >= limits.money_per_day)
+    )
 
 
 def _judge(budget: _Amount | None, used: _Amount, reserved: _Amount) -> bool | None:

@@ -58,10 +58,6 @@ class _IdempotencyKey:
     new_entry: Entry
 
 
-def _estimate(parsed: ParsedRequest) -> float:
-    return estimate_tokens(parsed.request, len(parsed.engine_request.body))
-
-
 def _asked_priority(scope: Scope) -> int | None:
     """Read the priority that a client asks for; None without the header."""
     given = Headers(scope=scope).get(PRIORITY_HEADER)
@@ -129,31 +125,33 @@ class Inference:
         check_model(parsed, card)
         if not isinstance(parsed.request, OtherRequest):
             await gateway.prompt_lengths.check(parsed.request, card)
-        key = caller_of(scope).key
-        if key is None or not key.has_budget:
-            await self._serve_admitted(parsed, card, arrived_at, scope, receive, send)
-            return
-        await gateway.budgets.prepare(key)
-        with gateway.budgets.reserve(key, _estimate(parsed), card.name):
-            await self._serve_admitted(parsed, card, arrived_at, scope, receive, send)
+        await self._serve_limited(parsed, card, arrived_at, scope, receive, send)
 
-    async def _serve_admitted(
+    async def _serve_limited(
         self, parsed: ParsedRequest, card: ModelCard, arrived_at: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        admitted = await self._admit(parsed, scope)
+        """Count the request against the limits and budgets of its key, and serve it."""
+        key, gateway = caller_of(scope).key, self._gateway
+        has_budget, has_limits = key is not None and key.has_budget, is_limited(key)
+        if key is None or not (has_budget or has_limits):
+            await self._serve(parsed, card, None, arrived_at, scope, receive, send)
+            return
+        tokens = estimate_tokens(parsed.request, len(parsed.engine_request.body))
+        reserved, admitted = None, None
+        if has_budget:
+            await gateway.budgets.prepare(key)
+            reserved = gateway.budgets.reserve(key, tokens, card.name)
         try:
+            if has_limits:
+                admitted = await gateway.rate_limits.admit(key, tokens)
             await self._serve(parsed, card, admitted, arrived_at, scope, receive, send)
         except BaseException:
             if admitted is not None and not admitted.is_settled:
                 admitted.settle(0)  # it did not get as far as its queue
             raise
-
-    async def _admit(self, parsed: ParsedRequest, scope: Scope) -> Admitted | None:
-        """Count the request against the limits of its key; None if it has none."""
-        key = caller_of(scope).key
-        if key is None or not is_limited(key):
-            return None
-        return await self._gateway.rate_limits.admit(key, _estimate(parsed))
+        finally:
+            if reserved is not None:
+                gateway.budgets.release(reserved)
 
     async def _serve(
         self,

@@ -1,12 +1,14 @@
 """Measure the CPU time of each test, with all processes that it starts: `make test-cpu`.
 
-A pytest plug-in (`pytest -p tests.support.cpu_by_test`). Each test process enters a cgroup of its own,
-which its children inherit, and whose counter keeps the time of those that have ended. The summary
-ranks folders, modules and tests. It needs root. Containers have cgroups of their own and do not count.
+A pytest plug-in (`pytest -p tests.support.cpu_by_test`). Each test process enters a cgroup of its
+own, which its children inherit, and whose counter keeps the time of those that have ended. The
+summary ranks folders, modules and tests; the first test's setup includes the collection. It needs
+root. Containers have cgroups of their own and do not count.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Generator
@@ -27,7 +29,7 @@ class CpuCounter:
     def __init__(self) -> None:
         is_v1 = (_ROOT / "cpuacct").is_dir()
         parent = _ROOT / "cpuacct" if is_v1 else _ROOT
-        self._folder = parent / f"thaw-test-cpu-{os.getpid()}"
+        self._parent, self._folder = parent, parent / f"thaw-test-cpu-{os.getpid()}"
         self._folder.mkdir(exist_ok=True)
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
         self._is_v1 = is_v1
@@ -37,6 +39,12 @@ class CpuCounter:
             return int((self._folder / "cpuacct.usage").read_text()) / 1e9
         lines = (self._folder / "cpu.stat").read_text().splitlines()
         return int(dict(line.split() for line in lines)["usage_usec"]) / 1e6
+
+    def close(self) -> None:
+        """Leave the cgroup, and remove it unless processes are left in it."""
+        (self._parent / "cgroup.procs").write_text(str(os.getpid()))
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
 
 
 class Measuring:
@@ -53,6 +61,9 @@ class Measuring:
         report.user_properties = [*report.user_properties, (f"{_PROPERTY}_{report.when}", now_s - self._before_s)]
         self._before_s = now_s
         return report
+
+    def pytest_unconfigure(self) -> None:
+        self._counter.close()
 
 
 class Summary:

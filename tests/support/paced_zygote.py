@@ -25,7 +25,8 @@ SLOW_STEP_S: Final = 0.1
 
 def slowed_by(step_s: float) -> dict[str, str]:
     """Return the environment of a mesh whose engines wait for `step_s` seconds before each step."""
-    return {"THAW_ZYGOTE_MODULE": MODULE, _STEP: str(step_s)}
+    # The last round of a migration takes a step or two, which pause the stream.
+    return {"THAW_ZYGOTE_MODULE": MODULE, _STEP: str(step_s), "THAW_MIGRATE_PAUSE": str(max(0.1, 10 * step_s))}
 
 
 PACED: Final = slowed_by(0.006)

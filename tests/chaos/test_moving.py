@@ -5,10 +5,12 @@ No stream ends early or differently, and no state is left over.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from _pytest.mark.structures import ParameterSet
 
@@ -92,4 +94,5 @@ def test_sigkill_after_the_handover_loses_no_stream(mesh: Roomy, streams: list[S
     pids = {"source": mesh.pid_of(source), "destination": mesh.pid_of(destination)}
     (record,) = mesh.order(instance_id=source, node=to)["migrations"]
     assert record["state"] == "done", record
-    kill(pids[victim])
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # the source, which has no request, stops by itself
+        kill(pids[victim])

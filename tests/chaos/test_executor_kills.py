@@ -24,7 +24,6 @@ from shared.sizing import need_of
 from tests.support.launcher import until
 from tests.support.mesh import LOADER, MODELS, NODEAGENT, Victim
 from tests.support.outcomes import Asked
-from tests.support.paced_zygote import PACED
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
@@ -43,7 +42,7 @@ CASES = list(itertools.product(PROCESSES, PHASES)) if KILLS else FEW
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Victim]:
     """Start a mesh whose device has room for an executor with two of three models."""
-    thaw = Victim(THAW_WATCHDOG_S="60", THAW_DRAM_BYTES="0", **PACED)
+    thaw = Victim(THAW_WATCHDOG_S="60", THAW_DRAM_BYTES="0")
     models = thaw.home / "models"
     specs = [
         ModelSpec(name=name, source=str(make_demo_model(models / name, "test", seed=i)), isolation="shared")

@@ -29,10 +29,6 @@ def slowed_by(step_s: float) -> dict[str, str]:
     return {"THAW_ZYGOTE_MODULE": MODULE, _STEP: str(step_s), "THAW_MIGRATE_PAUSE": str(max(0.1, 10 * step_s))}
 
 
-PACED: Final = slowed_by(0.006)
-"""Environment of a mesh whose engines always wait."""
-
-
 class Pace:
     """The wait of engines, which is none until a test slows them down."""
 

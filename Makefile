@@ -4,10 +4,14 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { echo $$p; break; }; done)
 # An extra package index for torch alone, e.g. https://download.pytorch.org/whl/cpu for the small CPU-only build.
 TORCH_INDEX ?=
+# Options of both `pip install`s, e.g. --no-compile where tests import what they need.
+PIP_OPTIONS ?=
 # Test processes at a time. Two cores are busy with four: with more, each test only takes longer, and its time-outs come sooner.
 WORKERS ?= 4
 # Of these, how many run the tests of whole meshes first, each of which computes.
 MESH_WORKERS ?= 2
+# What `make test-cpu` runs.
+TESTS ?= tests/unit
 # How long `make soak` takes.
 HOURS ?= 2
 REAL := tests/integration/engines_real
@@ -21,7 +25,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help console up down test test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines kubernetes-tools peers clients lock
+.PHONY: help console up down test test-cpu test-long lint lint-types lint-rest docs bench chaos soak gpu clean install engines kubernetes-tools peers clients lock
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -38,6 +42,9 @@ test: $(STAMP) ## Run the whole test suite
 	THAW_TEST_MESH_WORKERS=$(MESH_WORKERS) $(BIN)/pytest -n $(WORKERS) --dist loadscope --ignore $(REAL) || status=$$?; \
 	$(BIN)/pytest $(REAL) || status=$$?; \
 	exit $$status
+
+test-cpu: $(STAMP) ## Run the tests of TESTS, and rank folders, modules and tests by CPU time (needs root)
+	@$(BIN)/pytest -p tests.support.cpu_by_test $(TESTS)
 
 test-long: $(STAMP) ## Run the tests that repeat many times: 1,000 moves, 200 swaps, 20 leaders killed (hours)
 	@THAW_TEST_MIGRATIONS=1000 $(BIN)/pytest tests/e2e/test_migration.py
@@ -85,8 +92,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Thaw needs Python 3.11 or later: install it, or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) has no venv module: install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt "$(TORCH)"
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[node,local,dev]'
+	$(BIN)/pip install $(PIP_OPTIONS) --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt "$(TORCH)"
+	$(BIN)/pip install $(PIP_OPTIONS) --disable-pip-version-check -c constraints.txt -e '.[node,local,dev]'
 	@touch $(STAMP)
 
 engines: $(STAMP) ## Install real vLLM and llama.cpp for their tests, once, into the cache directory (some six minutes on two cores)

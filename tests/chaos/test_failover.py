@@ -15,9 +15,12 @@ import pytest
 
 from tests.support.mesh import Victim, kill
 from tests.support.outcomes import Asked, ask
+from tests.support.paced_zygote import slowed_by
 
-STREAMS, TOKENS = int(os.environ.get("THAW_TEST_STORM_STREAMS", "20")), 900
+STREAMS = int(os.environ.get("THAW_TEST_STORM_STREAMS", "20"))
 """More than the model's `max_concurrency` of 16."""
+TOKENS, STEP_S = 300, 0.02
+"""A stream takes at least six seconds, and hardly any CPU time: it outlives a kill or two."""
 FOR_S, EVERY_S = float(os.environ.get("THAW_TEST_STORM_S", "6")), 2.0
 """`make test-long` kills engines for a minute, under 30 streams."""
 
@@ -28,7 +31,7 @@ def mesh() -> Iterator[Victim]:
 
     The models use float32, so that batching changes no token.
     """
-    victim = Victim()
+    victim = Victim(**slowed_by(STEP_S))
     try:
         victim.begin()
         yield victim

@@ -18,10 +18,10 @@ from tests.support.launcher import ROOT, until
 from tests.support.mesh import held, kill
 from tests.support.moving import Roomy, Stream, body
 from tests.support.moving_steps import Order, Staged, stopped
-from tests.support.paced_zygote import PACED
+from tests.support.paced_zygote import slowed_by
 
 NODES = ("node-0", "node-1", "node-2")
-TOKENS = 600
+TOKENS, STEP_S = 200, 0.025
 """Tokens of a stream that is still running when every process is stopped at the wanted step."""
 LONG = body("one", seed=3, max_tokens=TOKENS, ignore_eos=True)
 GREEDY = body("one", max_tokens=TOKENS, ignore_eos=True)
@@ -33,7 +33,7 @@ def mesh() -> Iterator[Roomy]:
 
     `two` is the same model with other weights.
     """
-    thaw = Roomy(**PACED)
+    thaw = Roomy(**slowed_by(STEP_S))
     try:
         thaw.begin(
             3, names=("one", "two"), room=2.5, positions=4096, max_model_len=2560, max_concurrency=8, placement={"spread": True}

@@ -24,9 +24,10 @@ from tests.support.paced_zygote import Pace
 from thaw.demo.models import Shape
 
 CONTEXT = 4_096
-LONG: dict[str, Any] = {"max_tokens": 500, "ignore_eos": True}
+STEP_S = 0.2
+LONG: dict[str, Any] = {"max_tokens": 250, "ignore_eos": True}
 """Nearly a minute at the slow pace: longer than the start of a group, of its successor, and the
-migration, also on a busy machine.
+migration, also on a busy machine. Few tokens cost little CPU time.
 """
 STREAMS = 6
 """Under load: two run in the group, two wait in its queue, and two at the gateway."""
@@ -71,7 +72,7 @@ def reserved(mesh: Roomy) -> dict[str, int]:
 def slow(pace: Pace) -> Iterator[contextlib.ExitStack]:
     """Slow the engines down until the test closes this, or ends."""
     with contextlib.ExitStack() as found:
-        found.enter_context(pace.slowed())
+        found.enter_context(pace.slowed(STEP_S))
         yield found
 
 
@@ -167,7 +168,7 @@ def test_under_load_every_stage_becomes_a_whole_instance_and_no_request_restarts
     mesh: Roomy, server: TierServer, pace: Pace
 ) -> None:
     asked: list[dict[str, Any]] = [
-        {"prompt": f"Once upon a time {n}", "max_tokens": 300, "ignore_eos": True} for n in range(STREAMS)
+        {"prompt": f"Once upon a time {n}", "max_tokens": 150, "ignore_eos": True} for n in range(STREAMS)
     ]
     undisturbed = [Stream(mesh.url, body("single", **one)).start() for one in asked]
     for stream in undisturbed:
@@ -179,7 +180,7 @@ def test_under_load_every_stage_becomes_a_whole_instance_and_no_request_restarts
         return any(m.outcome == "moved" for r in consolidations(mesh) if r.migration_id not in before for m in r.requests)
 
     try:
-        with pace.slowed():
+        with pace.slowed(STEP_S):
             streams = [Stream(mesh.url, body("far", **one)).start() for one in asked]
             until(lambda: sorted(stages_of(mesh, "far")) == [0, 1], what="a group serves")
             until(lambda: {i["node"] for i in whole(mesh, "ready")} == set(NODES), what="each node has a whole instance")

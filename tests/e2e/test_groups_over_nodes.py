@@ -18,9 +18,12 @@ from shared.sizing import MIB
 from tests.support.hosted import fake_program
 from tests.support.launcher import running, until
 from tests.support.moving import STAGED_OPTIONS, Roomy, Stream, body, stage_budgets
+from tests.support.paced_zygote import slowed_by
 from thaw.demo.models import make_demo_model
 
-LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
+STEP_S = 0.02
+LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
+"""At least three seconds, in which a process is killed."""
 RANKS = {"engine": "vllm", "stages": 2, "memory": 64 * MIB, "engine_args": {"tensor_parallel_size": 2}}
 NODES = ("node-0", "node-1", "node-2")
 
@@ -28,7 +31,7 @@ NODES = ("node-0", "node-1", "node-2")
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Roomy]:
     """Start three nodes with room for a stage each, and one for the whole model in one engine."""
-    thaw = Roomy(THAW_DRAM_BYTES="0")
+    thaw = Roomy(THAW_DRAM_BYTES="0", **slowed_by(STEP_S))
     thaw.environment["THAW_VLLM_PYTHON"] = fake_program(thaw.home, "vllm")
     source = make_demo_model(thaw.home / "models" / "m", "test")
     stage, whole = stage_budgets(source)

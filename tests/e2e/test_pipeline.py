@@ -16,15 +16,18 @@ import pytest
 
 from tests.support.launcher import running, until
 from tests.support.moving import STAGED_OPTIONS, Roomy, Stream, body, stage_budgets
+from tests.support.paced_zygote import slowed_by
 from thaw.demo.models import make_demo_model
 
-LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
+STEP_S = 0.02
+LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
+"""At least three seconds, in which a process is killed."""
 
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Roomy]:
     """Start a mesh with one model in two stages, and the same weights served by one engine."""
-    thaw = Roomy(THAW_DRAM_BYTES="0")
+    thaw = Roomy(THAW_DRAM_BYTES="0", **slowed_by(STEP_S))
     source = make_demo_model(thaw.home / "models" / "m", "test")
     stage, whole = stage_budgets(source)
     nodes = {

@@ -143,6 +143,9 @@ def _server_for(module: str, arguments: list[str], environment: Mapping[str, str
         return None  # tests of the launcher's fork server start the real one
     has_torch = module in (*ENGINES, *_TORCH_USERS) or _starts_engines(module, arguments, environment)
     with _starting:
+        # The command line needs no server without torch, as no test measures its memory.
+        if module == "thaw.cli.app" and True in _servers:
+            has_torch = True
         if has_torch not in _servers:
             modules = (*((_LIBRARIES,) if has_torch else ()), *_LIGHT, *_COMMANDS, *_STUBS, *(ENGINES if has_torch else ()))
             server = ForkServer(modules, os.environ | {"PYTHONUNBUFFERED": "1"}, ROOT, program=SERVER)

@@ -251,10 +251,10 @@ class Thaw:
         for process in psutil.process_iter():
             try:
                 marked = process.environ().get("THAW_HOME") == str(self.home) or str(self.home) in " ".join(process.cmdline())
-            except (psutil.Error, OSError):
+                if marked and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):  # it has ended meanwhile
                 continue
-            if marked and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
         return found
 
     def segments(self) -> list[Path]:

@@ -20,9 +20,13 @@ from typing import Any, Final
 _STEP, _FILE = "THAW_TEST_STEP_S", "THAW_TEST_STEP_FILE"
 """Environment of engines: seconds before each step, or a file that has them."""
 MODULE: Final = "tests.support.paced_zygote"
-PACED: Final = {"THAW_ZYGOTE_MODULE": MODULE, _STEP: "0.006"}
-"""Environment of a mesh whose engines always wait."""
 SLOW_STEP_S: Final = 0.1
+
+
+def slowed_by(step_s: float) -> dict[str, str]:
+    """Return the environment of a mesh whose engines wait for `step_s` seconds before each step."""
+    # The last round of a migration takes a step or two, which pause the stream.
+    return {"THAW_ZYGOTE_MODULE": MODULE, _STEP: str(step_s), "THAW_MIGRATE_PAUSE": str(max(0.1, 10 * step_s))}
 
 
 class Pace:

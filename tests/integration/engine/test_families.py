@@ -90,8 +90,9 @@ BF16_NEAR_TIE = 0.05
 departs from a single stream.
 """
 
-PROMPTS = [[7, 8, 9, 10, 11], list(range(20, 50)), [5], list(range(100, 117))]
-TOKENS = 40
+PROMPTS = [[7, 8, 9, 10, 11], list(range(20, 65)), [5], list(range(100, 117))]
+TOKENS = 24
+"""With the second prompt more than a block, with each more than the sliding windows."""
 
 
 class LoadedModel:

@@ -67,7 +67,7 @@ async def exact(exact_llama: LoadedModel) -> AsyncIterator[FromGroup]:
 @pytest.mark.parametrize("body", BODIES)
 async def test_moved_request_has_all_keys_and_values_of_its_stages(pair: FromGroup, body: str) -> None:
     """Also those of the last tokens. In bfloat16 too nothing is computed: nothing is rounded."""
-    _, whole = pair.whole(**BODIES[body])
+    whole = pair.whole(**BODIES[body])
     asked = await pair.begin(**BODIES[body])
     for tokens in (20, 120):
         await pair.until_generated(asked, tokens)
@@ -114,7 +114,7 @@ async def test_fault_of_one_stage_costs_only_tokens_that_lack_a_layer(
     exact: FromGroup, part: int, fault: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "plan_pieces", partial(plan_pieces, piece_bytes=1))
-    _, whole = exact.whole()
+    whole = exact.whole()
     asked = await exact.begin()
     await exact.until_generated(asked, 150)
     sequences, offer = exact.sequences(asked), await exact.offer(asked)
@@ -184,7 +184,7 @@ async def test_stages_bind_keys_and_values_to_the_key_of_the_request(exact: From
 async def test_group_with_a_stage_of_the_previous_version_offers_nothing(exact_llama: LoadedModel) -> None:
     pair = from_group(exact_llama, old_stages=(2,))
     try:
-        _, whole = pair.whole()
+        whole = pair.whole()
         asked = await pair.begin()
         await pair.until_generated(asked, 5)
         with pytest.raises(UnsupportedParameter, match="version"):
@@ -195,7 +195,7 @@ async def test_group_with_a_stage_of_the_previous_version_offers_nothing(exact_l
 
 
 async def test_stage_that_cannot_listen_costs_no_answer(exact: FromGroup) -> None:
-    _, whole = exact.whole()
+    whole = exact.whole()
     asked = await exact.begin()
     await exact.until_generated(asked, 5)
     exact.group.later[0].kv._readers._host = "192.0.2.1"  # an address of no machine

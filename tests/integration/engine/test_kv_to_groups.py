@@ -86,7 +86,7 @@ async def same(exact_llama: LoadedModel) -> AsyncIterator[ToGroup]:
 @pytest.mark.parametrize(("pair", "body"), MOVES, indirect=["pair"])
 async def test_group_receives_all_keys_and_values(pair: ToGroup, body: str) -> None:
     """Also those of the last tokens. In bfloat16 too nothing is computed: nothing is rounded."""
-    _, whole = pair.whole(**BODIES[body])
+    whole = pair.whole(**BODIES[body])
     asked = await pair.begin(**BODIES[body])
     for tokens in (20, 120):
         await pair.until_generated(asked, tokens)
@@ -131,7 +131,7 @@ async def test_fault_at_one_stage_costs_only_tokens_that_lack_a_layer(
     same: ToGroup, part: int, fault: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "plan_pieces", partial(plan_pieces, piece_bytes=1))
-    _, whole = same.whole()
+    whole = same.whole()
     asked = await same.begin()
     await same.until_generated(asked, 150)
     sequences, offer = same.sequences(asked), await same.offer(asked)
@@ -150,7 +150,7 @@ async def test_fault_at_one_stage_costs_only_tokens_that_lack_a_layer(
 
 @pytest.mark.parametrize(("fault", "reason"), [("cut", "closed"), ("flip", ""), ("stall", "")], ids=["cut", "flip", "stall"])
 async def test_fault_of_all_connections_to_one_engine(exact: ToGroup, fault: Any, reason: str) -> None:
-    _, whole = exact.whole()
+    whole = exact.whole()
     asked = await exact.begin()
     await exact.until_generated(asked, 100)
     sequences, offer = exact.sequences(asked), await exact.offer(asked)
@@ -201,7 +201,7 @@ async def test_source_of_the_previous_version_with_equal_stages_is_read(same: To
 async def test_group_with_a_stage_of_the_previous_version_computes(exact_llama: LoadedModel) -> None:
     pair = ToGroup(exact_llama, (1, 3), sending_stages=(2,))
     try:
-        _, whole = pair.whole()
+        whole = pair.whole()
         asked = await pair.begin()
         await pair.until_generated(asked, 20)
         sequences = pair.sequences(asked)

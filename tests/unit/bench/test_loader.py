@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import disk
 from bench.disk import Loading, set_cache, write_checkpoint
 from bench.loader import REMOTE_WAYS, figures_of
 from bench.loader_service import dram, remote
@@ -18,8 +19,10 @@ from weights.formats.checkpoint import open_checkpoint
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    # No layers: only embedding and head.
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), 0)
+    # No layers: only embedding and head, of a chunk of a pool each.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "_VOCAB", 4_096)
+        return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), 0)
 
 
 def test_checkpoint_of_the_benchmark_is_valid(files: list[Path]) -> None:

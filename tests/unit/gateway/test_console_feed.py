@@ -111,7 +111,8 @@ async def test_a_page_gets_the_whole_view_and_then_changes() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_page_that_does_not_read_gets_the_whole_view_next() -> None:
+async def test_a_page_that_does_not_read_gets_the_whole_view_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "_KEEP_ALIVE_S", 600.0)  # only the overflow wakes the page
     source = Source()
     feed = Feed("models", source.read)
     async with Reader(feed) as slow, Reader(feed) as prompt:

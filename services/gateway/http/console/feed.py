@@ -65,12 +65,13 @@ class Subscription:
         ended = asyncio.create_task(closing.wait(), name="console closing")
         try:
             while not closing.is_set():
+                # Before the queue is read: it may overflow while the page reads an event.
+                self._arrived.clear()
                 for feed in self._lagging:
                     self._queue.append(feed.whole_view())
                 self._lagging.clear()
                 while self._queue:
                     yield self._queue.popleft()
-                self._arrived.clear()
                 arrived = asyncio.create_task(self._arrived.wait(), name="console event")
                 done, _ = await asyncio.wait({arrived, ended}, timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
                 arrived.cancel()

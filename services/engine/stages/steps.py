@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from services.engine.domain.fair_slots import Flow
 from services.engine.domain.frames import ProtocolError
+from services.engine.generation.flow_work import BACKGROUND, FlowWork
 from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.runner import RunnerLost
 from services.engine.stages.connections import Frame, Inbound, Outbound
@@ -86,17 +88,27 @@ class StageSteps:
             return float("inf")
         return now if self._inbound.has_frame or self._inbound.error is not None else float("inf")
 
-    def deadline(self, now: float) -> float | None:
-        return None
+    def has_commands(self) -> bool:
+        return self._is_stopped
 
-    def step(self, *, is_contended: bool = False) -> bool:
+    def flow_work(self, now: float) -> Mapping[Flow, FlowWork]:
+        """Return one entry: frames do not say whose requests they are of."""
+        return BACKGROUND
+
+    def step(self, *, is_contended: bool = False, computes: bool = True) -> bool:
         """Handle one frame.
+
+        Args:
+            is_contended: Ignored: the first stage divides prompts.
+            computes: False: only look whether it is stopped.
 
         Raises:
             RunnerLost: The stage before has ended, or broke the protocol.
         """
         if self._is_stopped:
             return False
+        if not computes:
+            return True
         frame = self._inbound.get(0)
         match frame.message:
             case GroupCapacity() as capacity:

@@ -22,7 +22,7 @@ def metrics() -> Iterator[Metrics]:
 
 def counters(metrics: Metrics) -> dict[str, float]:
     """Return what was exported by key; without the names of the labels' families."""
-    lines = [line for line in metrics.render().decode().splitlines() if line.startswith("thaw_key_")]
+    lines = [line for line in metrics.render()[0].decode().splitlines() if line.startswith("thaw_key_")]
     return {name.removeprefix("thaw_key_"): float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 

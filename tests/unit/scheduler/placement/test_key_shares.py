@@ -66,8 +66,8 @@ def serve(w: World, wanted: Mapping[str, Sequence[KeyDemand]], served: int) -> l
     return order
 
 
-def world(*models: str, **policy: float) -> World:
-    w = World(policy=Policy(**policy))
+def world(*models: str, preempt_after_s: float = 15.0, starve_after_s: float = 60.0) -> World:
+    w = World(policy=Policy(preempt_after_s=preempt_after_s, starve_after_s=starve_after_s))
     w.node("n", ONE)
     for name in models:
         w.model(name)

@@ -13,6 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from services.gateway.domain.admission import Admission
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.telemetry.counter import Counter
 from services.gateway.telemetry.histogram import Histogram
 from services.gateway.telemetry.key_usage import KeyUsage
 from services.gateway.telemetry.rejections import rejection_reason
@@ -25,6 +26,9 @@ PHASE_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 PER_TOKEN = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864)
 """Buckets of the convention for `gen_ai.client.token.usage`."""
+_ATTRIBUTES = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
+_NAMES = tuple(name.replace(".", "_") for name in _ATTRIBUTES)
+_PROVIDER = "thaw"
 _OPERATION = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings", "other": "other"}
 
 
@@ -39,28 +43,27 @@ class Metrics:
         )
         meter = self._provider.get_meter("thaw.gateway")
         self._meter = meter
-        self.duration = meter.create_histogram(
-            "gen_ai.server.request.duration", "s", "Duration of a request.", explicit_bucket_boundaries_advisory=SECONDS
+        self._requests = Counter("thaw_requests", "Finished requests, by status.", (*_NAMES, "http_response_status_code"))
+        self._duration = Histogram(
+            "gen_ai_server_request_duration_seconds", "Duration of a request.", (*_NAMES, "error_type"), SECONDS
         )
-        labels = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "thaw_cold")
-        self._ttft = Histogram("gen_ai_server_time_to_first_token_seconds", "Time to the first token.", labels, SECONDS)
+        self._ttft = Histogram(
+            "gen_ai_server_time_to_first_token_seconds", "Time to the first token.", (*_NAMES, "thaw_cold"), SECONDS
+        )
         self._ttft_phases = Histogram(
             "thaw_ttft_phase_seconds",
             "Parts of the time to the first token: each phase of the request's critical path, by thaw.cold.",
             ("gen_ai_request_model", "thaw_cold", "thaw_phase"),
             PHASE_SECONDS,
         )
-        for histogram in (self._ttft, self._ttft_phases):
-            self._registry.register(histogram)
-        self.tpot = meter.create_histogram(
-            "gen_ai.server.time_per_output_token",
-            "s",
-            "Time for each token after the first.",
-            explicit_bucket_boundaries_advisory=PER_TOKEN,
+        self._tpot = Histogram(
+            "gen_ai_server_time_per_output_token_seconds", "Time for each token after the first.", _NAMES, PER_TOKEN
         )
-        self.tokens = meter.create_histogram(
-            "gen_ai.client.token.usage", "{token}", "Tokens of prompts and responses.", explicit_bucket_boundaries_advisory=TOKENS
+        self._tokens = Histogram(
+            "gen_ai_client_token_usage", "Tokens of prompts and responses.", (*_NAMES, "gen_ai_token_type"), TOKENS
         )
+        for collector in (self._requests, self._duration, self._ttft, self._ttft_phases, self._tpot, self._tokens):
+            self._registry.register(collector)
         self.cold = meter.create_counter("thaw.cold_starts", "{request}", "Requests that waited for a cold start.")
         self.handoffs = meter.create_counter(
             "thaw.requests.handed_over", "{handover}", "Hand-offs of requests to another instance, by kind (move, failover)."
@@ -71,7 +74,6 @@ class Metrics:
             "From the last token of one instance to the first of the next.",
             explicit_bucket_boundaries_advisory=SECONDS,
         )
-        self.requests = meter.create_counter("thaw.requests", "{request}", "Finished requests, by status.")
         self.rejections = meter.create_counter(
             "thaw.requests.rejected",
             "{request}",
@@ -123,18 +125,14 @@ class Metrics:
 
     def record(self, request: ActiveRequest, status: int, now: float) -> None:
         ticket, stats, error = request.ticket, request.stats, request.completion.error
-        names = {
-            "gen_ai.operation.name": _OPERATION[request.engine_request.endpoint],
-            "gen_ai.provider.name": "thaw",
-            "gen_ai.request.model": ticket.model,
-        }
-        failure = {"error.type": error.code} if error else {}
-        self.requests.add(1, names | {"http.response.status_code": status})
-        self.duration.record(now - ticket.arrived_at, names | failure)
+        names = (_OPERATION[request.engine_request.endpoint], _PROVIDER, ticket.model)
+        self._requests.add((*names, str(status)))
+        self._duration.record((*names, error.code if error else ""), now - ticket.arrived_at)
+        attributes = dict(zip(_ATTRIBUTES, names, strict=True))
         if stats.cold_ready_at is not None:
-            self.cold.add(1, names)
+            self.cold.add(1, attributes)
         for handoff in request.handoffs:
-            kind = names | {"thaw.kind": handoff.kind}
+            kind = attributes | {"thaw.kind": handoff.kind}
             self.handoffs.add(1, kind)
             if handoff.pause_ms is not None:
                 self.pause.record(handoff.pause_ms / 1e3, kind)
@@ -142,12 +140,12 @@ class Metrics:
             return
         usage, tpot_s = stats.usage, stats.tpot_s(request.completion.done_at)
         if tpot_s is not None:
-            self.tpot.record(tpot_s, names)
+            self._tpot.record(names, tpot_s)
         if request.response.is_replay:
             return
-        self.tokens.record(usage.prompt_tokens, names | {"gen_ai.token.type": "input"})
+        self._tokens.record((*names, "input"), usage.prompt_tokens)
         if request.engine_request.endpoint in ("chat", "completion"):
-            self.tokens.record(usage.completion_tokens, names | {"gen_ai.token.type": "output"})
+            self._tokens.record((*names, "output"), usage.completion_tokens)
 
     def record_ttft(self, trace: RequestTrace, *, is_sampled: bool) -> None:
         """Record the time to the first token and its phases; no-op without a first token.
@@ -158,7 +156,7 @@ class Metrics:
         if trace.ttft_ms is None:
             return
         is_cold, trace_id = "true" if trace.cold else "false", trace.trace_id if is_sampled else ""
-        self._ttft.record((_OPERATION[trace.endpoint], "thaw", trace.model, is_cold), trace.ttft_ms / 1e3, trace_id)
+        self._ttft.record((_OPERATION[trace.endpoint], _PROVIDER, trace.model, is_cold), trace.ttft_ms / 1e3, trace_id)
         for phase, ms in trace.phases_ms.items():
             self._ttft_phases.record((trace.model, is_cold, phase), ms / 1e3, trace_id)
 

@@ -19,7 +19,6 @@ requests of one priority. Prewarming, wakes and `replicas.min` are charged to no
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.cluster import ClusterState
@@ -81,16 +80,14 @@ def begin_waiting(tx: Transaction, model: str, before: ModelDemand | None) -> No
     if demand is not None and demand.waiting:
         tx.put(ModelUsers(model, demand.keys or NO_KEY))
     new = _flows(demand) - _flows(before)
-    for flow, priority in sorted(new - {f for d in _list_others(tx.state, model) if new for f in _flows(d)}):
+    for flow, priority in sorted(new):
+        if any((flow, priority) in _flows(d) for name, d in tx.state.demand.items() if name != model):
+            continue  # it waits for another model already: usually one of the first that are looked at
         waiting = {f for d in tx.state.demand.values() for f in _flows(d)} - new
         shares = [tx.state.key_shares.get(share_key(f, p)) for f, p in waiting if p == priority]
         floor = min([share.start_s if share is not None else 0.0 for share in shares], default=0.0)
         if floor > _tag(tx.state, flow, priority):
             tx.put(KeyShare(flow, priority, floor, floor))
-
-
-def _list_others(state: ClusterState, model: str) -> Iterator[ModelDemand]:
-    return (demand for name, demand in state.demand.items() if name != model)
 
 
 def _flows(demand: ModelDemand | None) -> set[tuple[str, int]]:

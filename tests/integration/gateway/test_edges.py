@@ -278,7 +278,7 @@ async def test_metrics_and_openapi_description_are_served(gateway: Served, node:
     await node.engine("alpha")
     await gateway.http.post(URL, json=chat())
     text = (await gateway.http.get("/metrics")).text
-    assert 'le="120"' in text
+    assert 'le="120.0"' in text
     assert "gen_ai_server_time_to_first_token_seconds_bucket" in text
     assert "thaw_requests_total" in text
     described = (await gateway.http.get("/openapi.json")).json()

@@ -24,7 +24,7 @@ from services.gateway.adapters.rate_limiter import RateLimiter
 from services.gateway.adapters.request_probe import RequestProbe
 from services.gateway.adapters.response_store import ResponseStore
 from services.gateway.adapters.tokenizer_files import TokenizerFiles
-from services.gateway.adapters.usage_meter import UsageMeter
+from services.gateway.adapters.usage_meter import OPEN_INTERVAL_S, UsageMeter
 from services.gateway.authorization import INFERENCE_PREFIXES, Authorizer
 from services.gateway.domain.admission import Admission, ByteLimits
 from services.gateway.domain.batches.pacing import BATCH_PRIORITY
@@ -41,7 +41,7 @@ from services.gateway.idempotency.idempotent_request import IdempotentRequest
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.requests.active_view import view_active
 from services.gateway.requests.sink import TokenSink
-from services.gateway.requests.used import usage_record
+from services.gateway.requests.used import open_usage, usage_record
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.request_log import RequestLog, RequestOrigin
 from shared.contracts.active_requests import MAX_LISTED, RequestsViewed
@@ -203,8 +203,10 @@ class Gateway:
         """Record what the request used, before its client has the end of the response."""
         if (record := usage_record(request, origin.caller.name)) is not None:
             self.budgets.on_record(origin.caller.key, record)
-            self.usage.record(record)
+            self.usage.record(record, request.ticket.id)
             self.request_log.metrics.key_usage.add(record)
+        else:
+            self.usage.end(request.ticket.id)
 
     @staticmethod
     def _counts_for_objectives(request: ActiveRequest) -> bool:
@@ -353,11 +355,20 @@ class Gateway:
             group.create_task(self._demand.run(), name="demand"),
             group.create_task(self.objectives.run(), name="objectives"),
             group.create_task(self.usage.run(), name="usage"),
+            group.create_task(self._note_open(), name="open usage"),
             group.create_task(self._tick(), name="tick"),
             group.create_task(self.rate_limits.run(), name="rate limits"),
             group.create_task(self.budgets.run(), name="budgets"),
         ]
         self.has_joined = True
+
+    async def _note_open(self) -> None:
+        """Keep the device time of open requests, until cancelled."""
+        while True:
+            await self._opened.wait()
+            await asyncio.sleep(OPEN_INTERVAL_S)
+            found = (open_usage(request, request.ticket.key) for request in self._requests.values())
+            self.usage.note_open([usage for usage in found if usage is not None])
 
     async def _tick(self) -> None:
         """Check deadlines until cancelled; rarely while no request is in flight, so that an idle

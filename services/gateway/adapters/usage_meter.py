@@ -1,6 +1,8 @@
 """Metering of finished requests: records go to a spool, and from there to the ledger.
 
 A record is in the spool before the request is forgotten, so it survives the end of this process.
+The spool also has the device time of open requests: what a gateway that is killed leaves unrecorded
+is charged by the one that adopts its spool.
 Reports are made in the background. They name positions of the spool, and the ledger replies how far
 it is: whatever was lost in between, each record counts once (docs/adr/0070).
 """
@@ -11,11 +13,14 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from services.gateway.adapters.usage_spool import UsageSpool, open_spools
 from services.gateway.domain.limits.spending import Unreported
-from services.gateway.domain.usage_records import UsageRecord, next_report, settled_line
+from services.gateway.domain.open_usage import OpenUsage, ended_line, find_lost
+from services.gateway.domain.usage_records import UsageRecord
+from services.gateway.domain.usage_reports import next_report, settled_line
 from shared.contracts import subjects
 from shared.contracts.usage import REPORT_INTERVAL_S, ReportUsage, UsageRecorded
 from shared.errors import ThawError, Unreachable
@@ -27,6 +32,10 @@ _MAX_UNREPORTED_BYTES = 64 << 20
 """Beyond it records are dropped: some hundred thousand requests without a scheduler."""
 _ROTATE_BYTES = 4 << 20
 _ROTATE_S = 3_600.0
+OPEN_INTERVAL_S = 0.5
+"""The device time of open requests is written so often."""
+_OPEN_STEP_US = 50_000
+"""… of those that have used so much since the last time."""
 
 
 class UsageMeter:
@@ -51,6 +60,8 @@ class UsageMeter:
         self._opened_at = 0.0
         self._has_records = asyncio.Event()
         self._unsettled: set[str] = set()
+        self._open_us: dict[str, int] = {}
+        """Device time of open requests that is in the spool."""
         self._failures = LogRateLimit()
 
     def open(self) -> None:
@@ -61,18 +72,51 @@ class UsageMeter:
             log.error("failed to open the usage spool; requests are not metered", extra={"error": str(e)})
             return
         self._opened_at = time.monotonic()
+        for spool in (self._own, *self._adopted):
+            self._append_lost(spool)
         if self._adopted:
             log.info("adopted usage spools of ended gateways", extra={"spools": len(self._adopted)})
             self._has_records.set()
 
-    def record(self, record: UsageRecord) -> None:
-        """Write one record; a failure is counted and logged."""
+    @staticmethod
+    def _append_lost(spool: UsageSpool) -> None:
+        """Write what the requests used that were open when their gateway ended."""
+        try:
+            if lost := b"".join(usage.as_lost() for usage in find_lost(spool.read_all())):
+                spool.append(lost)
+        except OSError as e:
+            log.warning("failed to charge the open requests of an ended gateway", extra={"spool": spool.name, "error": str(e)})
+
+    def note_open(self, requests: Iterable[OpenUsage]) -> None:
+        """Write the device time of open requests; a failure is ignored until the next time."""
+        spool = self._own
+        grown = [r for r in requests if r.compute_us - self._open_us.get(r.request_id, 0) >= _OPEN_STEP_US]
+        if spool is None or not grown or spool.unreported > _MAX_UNREPORTED_BYTES:
+            return
+        with contextlib.suppress(OSError):
+            spool.append(b"".join(usage.line() for usage in grown))
+            self._open_us |= {usage.request_id: usage.compute_us for usage in grown}
+        self._has_records.set()
+
+    def end(self, request_id: str) -> None:
+        """A request ended that is not recorded here."""
+        if self._own is not None and self._open_us.pop(request_id, None) is not None:
+            with contextlib.suppress(OSError):
+                self._own.append(ended_line(request_id))
+
+    def record(self, record: UsageRecord, request_id: str = "") -> None:
+        """Write one record; a failure is counted and logged.
+
+        Args:
+            request_id: The request that has ended, as in `note_open`.
+        """
         spool = self._own
         if spool is None or spool.unreported > _MAX_UNREPORTED_BYTES:
             self._drop("the spool is full" if spool is not None else "there is no spool")
             return
         try:
-            spool.append(record.line())
+            ended = ended_line(request_id) if self._open_us.pop(request_id, None) is not None else b""
+            spool.append(ended + record.line())  # in one write: neither counts without the other
         except OSError as e:
             self._drop(str(e))
             return
@@ -153,6 +197,7 @@ class UsageMeter:
             return
         if fresh is not None:
             self._own, self._opened_at = fresh, time.monotonic()
+            self._open_us.clear()  # open requests are written again
             spool.remove()
 
     def close(self) -> None:

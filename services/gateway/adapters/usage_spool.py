@@ -65,6 +65,13 @@ class UsageSpool:
             raise OSError(f"only {written} of {len(line)} bytes were written")
         self._size += written
 
+    def read_all(self) -> bytes:
+        """Read the whole file."""
+        found = bytearray()
+        while part := os.pread(self._descriptor, READ_BYTES, len(found)):
+            found += part
+        return bytes(found)
+
     def read(self) -> bytes:
         """Read records that the ledger does not have."""
         return os.pread(self._descriptor, READ_BYTES, self.position)

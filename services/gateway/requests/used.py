@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from services.gateway.domain.open_usage import OpenUsage
 from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.requests.active_request import ActiveRequest
 from shared.contracts.node import InstanceStatus
@@ -38,6 +39,21 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
     if served is not None:
         _add_devices(record, request, served)
     return record
+
+
+def open_usage(request: ActiveRequest, key: str) -> OpenUsage | None:
+    """Return the device time of an open request so far; None: it has used none.
+
+    Args:
+        key: Name of its API key.
+    """
+    served, adapter = request.stats.instance, request.engine_request.lora_adapter
+    kind = served.device_ids[0].partition(":")[0] if served is not None and served.device_ids else ""
+    compute_s = request.stats.earlier_device_s + request.attempt.device_s
+    if served is None or not kind or not compute_s or request.completion.is_done:
+        return None
+    name, us = adapter.name if adapter is not None else "", round(compute_s * served.device_count * 1e6)
+    return OpenUsage(request.ticket.id, int(time.time() // 3600), key, request.ticket.model, name, us, kind)
 
 
 def _add_devices(record: UsageRecord, request: ActiveRequest, served: InstanceStatus) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.adapters.usage_spool import UsageSpool, open_spools
-from services.gateway.domain.usage_records import UsageRecord, next_report, settled_line
+from services.gateway.domain.usage_records import UsageRecord
+from services.gateway.domain.usage_reports import next_report, settled_line
 from shared.contracts.usage import MAX_NAME_CHARACTERS, MAX_ROWS_PER_REPORT, ReportUsage
 
 RECORDS = st.builds(

@@ -166,7 +166,7 @@ class Campaign:
             time.sleep(0.25)
 
     def _measure_device_time(self, sent: list[Sent], rows: list[dict[str, Any]]) -> DeviceTime:
-        killed = sum(s.victim in _ENGINES and s.action == "kill" for x in self._findings.struck for s in x.fault.strikes)
+        killed = sum(s.victim in (*_ENGINES, "nats") and s.action == "kill" for x in self._findings.struck for s in x.fault.strikes)
         disturbed = [(s.exchange.sent, s.exchange.ended) for s in sent if s.is_disturbed]
         return measure(self._meters, rows, killed, disturbed)
 

@@ -5,6 +5,8 @@ charges to requests. A meter ends with its process: what counts is what its node
 The two may differ by 1 %, and by what no process can know:
 
 - A killed engine has worked since its last report, and its requests may lack their last seconds.
+- A killed NATS takes messages that engines have sent: a request that another engine continues lacks
+  the device time that they reported.
 - A killed gateway takes the device time of its open requests with it. That is at most what all
   engines computed while the client sent such a request and repeated it.
 """
@@ -17,7 +19,9 @@ from typing import Any
 
 TOLERANCE = 0.01
 UNKNOWN_S = 2.0
-"""Per engine that was killed: a second between reports, half a second between looks, and a step."""
+"""Per engine or NATS that was killed: a second between reports, half a second between looks, and a
+step.
+"""
 _AFTER_S = 2.0
 """How long an engine may continue a request whose gateway and client have gone."""
 
@@ -71,7 +75,7 @@ class DeviceTime:
     """Device-seconds of the ledger and of the meters.
 
     Attributes:
-        unknown_s: Of engines that were killed.
+        unknown_s: Of engines and NATS servers that were killed.
         lost_s: At most what gateways that were struck have taken with them.
     """
 
@@ -96,16 +100,16 @@ class DeviceTime:
 
 
 def measure(
-    meters: Meters, rows: Iterable[Mapping[str, Any]], killed_engines: int, open_requests: Iterable[tuple[float, float]]
+    meters: Meters, rows: Iterable[Mapping[str, Any]], killed: int, open_requests: Iterable[tuple[float, float]]
 ) -> DeviceTime:
     """Put the ledger beside the meters.
 
     Args:
         rows: Of `/admin/v1/usage`, all of them.
-        killed_engines: Engines, and processes whose end ends an engine, that were killed.
+        killed: Engines, processes whose end ends an engine, and NATS servers that were killed.
         open_requests: When requests were sent and answered that were open at a gateway that was
             struck.
     """
     ledger_us = sum(row["counts"]["compute_cpu_us"] + row["counts"]["compute_cuda_us"] for row in rows)
     lost_s = meters.sum_within((sent, ended + _AFTER_S) for sent, ended in open_requests)
-    return DeviceTime(ledger_us / 1e6, meters.total_s, killed_engines * UNKNOWN_S, lost_s)
+    return DeviceTime(ledger_us / 1e6, meters.total_s, killed * UNKNOWN_S, lost_s)

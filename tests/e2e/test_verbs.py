@@ -32,6 +32,7 @@ CASES: dict[str, Case] = {
     "init": (("{home}/init.yaml", "--yes"), {"output", "devices", "models", "yaml"}),
     "service show": ((), {"unit"}),
     "service install": ((), {"path", "unit", "commands"}),
+    "service remove": ((), {"path", "removed", "stopped", "disabled"}),
     "models add": (("four", "{home}/models/one"), {"added", "changed", "unchanged", "removed"}),
     "models list": ((), {"models"}),
     "models show": (("four",), {"card", "waiting", "last_plan", "error", "park", "needs"}),

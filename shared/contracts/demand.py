@@ -25,12 +25,13 @@ MAX_KEYS = 32
 
 
 class KeyDemand(Frozen):
-    """The waiting requests of one API key and one priority."""
+    """The requests of one API key and one priority."""
 
     flow: str = Field(default="", max_length=64, description="Opaque id of the API key; empty: no key. The same in all gateways.")
     weight: float = Field(default=1.0, gt=0, description="Share relative to other keys.")
     priority: int = Field(default=0, description="Higher ones go first.")
-    waiting: int = Field(ge=1)
+    waiting: int = Field(default=0, ge=0)
+    in_flight: int = Field(default=0, ge=0)
 
 
 class Demand(Request):
@@ -44,7 +45,7 @@ class Demand(Request):
     window: int = Field(default=0, ge=0, description="Requests that arrived in the last ARRIVALS_WINDOW_S.")
     peak: int = Field(default=0, ge=0, description="… and in the fullest of such windows lately.")
     traceparents: tuple[str, ...] = Field(default=(), max_length=32)
-    keys: tuple[KeyDemand, ...] = Field(default=(), max_length=MAX_KEYS, description="Those with the most waiting requests.")
+    keys: tuple[KeyDemand, ...] = Field(default=(), max_length=MAX_KEYS, description="Those with the most waiting requests first.")
 
 
 class DemandNoted(Message):

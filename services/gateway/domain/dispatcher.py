@@ -34,6 +34,7 @@ It owns the queues, the routes and the requests in flight. Events arrive as meth
 from __future__ import annotations
 
 from collections import Counter
+from typing import TypeVar
 
 from services.gateway.domain.arrivals import Arrivals
 from services.gateway.domain.effects import Effects
@@ -65,6 +66,7 @@ from shared.errors import (
     from_body,
 )
 
+_Name = TypeVar("_Name")
 _OTHER_GATEWAYS = "\0others"
 """Stands for the keys of other gateways, which share the instances."""
 
@@ -79,6 +81,8 @@ class Dispatcher:
         self._queues: dict[str, ModelQueue] = {}
         self._sent: dict[str, Ticket] = {}
         self._in_flight: dict[str, Counter[str]] = {}
+        self._in_flight_flows: dict[str, Counter[tuple[int, str]]] = {}
+        """Requests in flight by model, and by their priority and key."""
         self._weights: dict[str, float] = {}
         self._arrivals: dict[str, Arrivals] = {}
         self._is_closing = False
@@ -354,6 +358,7 @@ class Dispatcher:
         self._sent[ticket.id] = ticket
         self._weights[ticket.key] = ticket.weight
         self._in_flight.setdefault(ticket.model, Counter())[ticket.key] += 1
+        self._in_flight_flows.setdefault(ticket.model, Counter())[ticket.priority, ticket.key] += 1
 
     def _send(self, ticket: Ticket, route: Route, now: float) -> None:
         ticket.stage = Stage.SENT
@@ -416,12 +421,8 @@ class Dispatcher:
     def _release(self, ticket: Ticket, now: float) -> None:
         ticket.elapsed_s = ticket.elapsed_s + now - ticket.sent_at if ticket.is_resumable else 0.0
         del self._sent[ticket.id]
-        in_flight = self._in_flight[ticket.model]
-        in_flight[ticket.key] -= 1
-        if not in_flight[ticket.key]:
-            del in_flight[ticket.key]
-        if not in_flight:
-            del self._in_flight[ticket.model]
+        _subtract(self._in_flight, ticket.model, ticket.key)
+        _subtract(self._in_flight_flows, ticket.model, (ticket.priority, ticket.key))
         self.routes.release(ticket.instance_id or "")
 
     def _fail_waiting(self, model: str, error: ThawError, now: float) -> None:
@@ -442,4 +443,18 @@ class Dispatcher:
     def _publish_demand(self, model: str, queue: ModelQueue, now: float) -> None:
         queue.published_at = now
         arrivals = self._arrivals.get(model)
-        self._effects.publish_demand(queue.demand(self._gateway_id, model, self.count_in_flight(model), arrivals, now))
+        in_flight = {
+            (priority, key): (count, self._weights[key])
+            for (priority, key), count in self._in_flight_flows.get(model, Counter()).items()
+        }
+        self._effects.publish_demand(queue.demand(self._gateway_id, model, in_flight, arrivals, now))
+
+
+def _subtract(counts: dict[str, Counter[_Name]], model: str, name: _Name) -> None:
+    """Count one less, and forget what is zero."""
+    found = counts[model]
+    found[name] -= 1
+    if not found[name]:
+        del found[name]
+    if not found:
+        del counts[model]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import takewhile
@@ -15,6 +16,8 @@ from shared.errors import QueueFull, QueueTimeout
 
 DEFAULT_RETRY_MS = 2_000
 _MAX_TRACEPARENTS = 32
+InFlight = Mapping[tuple[int, str], tuple[int, float]]
+"""Requests that instances have, and the weight of their key, by priority and key."""
 
 
 @dataclass(slots=True)
@@ -39,7 +42,7 @@ class ModelQueue:
             return None
         return max(0, int(self.reply.eta_ms - (now - self.replied_at) * 1e3))
 
-    def demand(self, gateway_id: str, model: str, in_flight: int, arrivals: Arrivals | None, now: float) -> Demand:
+    def demand(self, gateway_id: str, model: str, in_flight: InFlight, arrivals: Arrivals | None, now: float) -> Demand:
         """Build the message that reports this queue to the scheduler."""
         oldest_at = min((t.arrived_at for t in self.waiting.values()), default=None)
         parents = [t.traceparent for t in self.waiting.values() if t.traceparent]
@@ -47,21 +50,23 @@ class ModelQueue:
             gateway=gateway_id,
             model=model,
             waiting=len(self.waiting),
-            in_flight=in_flight,
+            in_flight=sum(count for count, _ in in_flight.values()),
             oldest_wait_ms=int((now - oldest_at) * 1e3) if oldest_at is not None else 0,
             window=arrivals.window(now) if arrivals is not None else 0,
             peak=arrivals.peak(now) if arrivals is not None else 0,
             traceparents=tuple(parents[:_MAX_TRACEPARENTS]),
-            keys=self._list_keys(),
+            keys=self._list_keys(in_flight),
         )
 
-    def _list_keys(self) -> tuple[KeyDemand, ...]:
-        """Count the waiting requests of each key and priority; of many the largest numbers."""
+    def _list_keys(self, in_flight: InFlight) -> tuple[KeyDemand, ...]:
+        """Count the requests of each key and priority; of many the largest numbers."""
         weights = {(t.priority, t.key): t.weight for t in self.waiting.values()}
-        counts = ((n, priority, key) for priority, found in self._classes.items() for key, n in found.waiting.items())
+        weights |= {flow: weight for flow, (_, weight) in in_flight.items()}
+        waiting = {(priority, key): n for priority, found in self._classes.items() for key, n in found.waiting.items()}
+        counts = ((waiting.get(flow, 0), in_flight.get(flow, (0, 0.0))[0], flow) for flow in weights)
         return tuple(
-            KeyDemand(flow=flow_of(key), weight=weights[priority, key], priority=priority, waiting=n)
-            for n, priority, key in nlargest(MAX_KEYS, counts)
+            KeyDemand(flow=flow_of(flow[1]), weight=weights[flow], priority=flow[0], waiting=n, in_flight=sent)
+            for n, sent, flow in nlargest(MAX_KEYS, counts)
         )
 
     def full_error(self, model: str, now: float) -> QueueFull:

@@ -94,6 +94,22 @@ def test_demand_counts_the_waiting_requests_of_each_key_and_priority(dispatcher:
     assert "a" not in {k.flow for k in world.demands[-1].keys}, "the key's name is not sent"
 
 
+def test_demand_has_the_keys_of_requests_in_flight_until_they_end(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+    dispatcher.on_status(status(instance("i", capacity=1)), 0)
+    sent = [ask(dispatcher, f"s{n}", key="a", weight=2.0, priority=p) for n, p in enumerate((0, -5))]
+    sent.append(ask(dispatcher, "waits", key="a", weight=2.0))
+    flow = flow_of("a")
+    assert set(world.demands[-1].keys) == {
+        KeyDemand(flow=flow, weight=2.0, waiting=1, in_flight=1),
+        KeyDemand(flow=flow, weight=2.0, priority=-5, in_flight=1),
+    }
+    for made in sent:
+        dispatcher.on_finished(made, 1)
+    for n in range(3):
+        ask(dispatcher, f"later{n}", key="b")
+    assert set(world.demands[-1].keys) == {KeyDemand(flow=flow_of("b"), waiting=1, in_flight=2)}
+
+
 def test_demand_of_many_keys_has_those_with_the_most_requests(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     for number in range(2 * MAX_KEYS):
         for again in range(3 if number == 7 else 1):

@@ -4,8 +4,8 @@ Start-time fair queueing over device-seconds. A key's tag is what it was charged
 
 1. A start is charged with its predicted seconds to the keys whose requests wait for the model, in
    proportion to their number.
-2. While any model waits for room, a serving instance is charged to the keys whose requests last
-   waited for its model.
+2. While any model waits for room, a serving instance is charged to the keys whose requests used
+   its model when some waited for it last.
 
 Both count in proportion to the memory that the instance takes of its devices, and are divided by
 the key's weight. Waiting models of the key with the smallest tag are placed first, and serving
@@ -19,6 +19,7 @@ requests of one priority. Prewarming, wakes and `replicas.min` are charged to no
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.cluster import ClusterState
@@ -58,7 +59,8 @@ class Standing:
 def standing_of(state: ClusterState, model: str) -> Standing:
     """Return the standing of a model whose requests wait."""
     demand = state.demand.get(model)
-    keys = (demand.keys if demand is not None else ()) or NO_KEY
+    keys = [k for k in demand.keys if k.waiting] if demand is not None else []
+    keys = keys or list(NO_KEY)
     priority = max([k.priority for k in keys])
     return Standing(priority, min([_tag(state, k.flow, k.priority) for k in keys if k.priority == priority]))
 
@@ -92,7 +94,9 @@ def begin_waiting(tx: Transaction, model: str, before: ModelDemand | None) -> No
 
 def _flows(demand: ModelDemand | None) -> set[tuple[str, int]]:
     """Return the keys whose requests wait for a model, with their priorities."""
-    return {(k.flow, k.priority) for k in demand.keys or NO_KEY} if demand is not None and demand.waiting else set()
+    if demand is None or not demand.waiting:
+        return set()
+    return {(k.flow, k.priority) for k in demand.keys or NO_KEY if k.waiting}
 
 
 def charge_start(tx: Transaction, i: Instance, seconds: float) -> None:
@@ -106,7 +110,7 @@ def charge_start(tx: Transaction, i: Instance, seconds: float) -> None:
     demand = tx.state.demand.get(i.model)
     if demand is None or not demand.waiting:
         return
-    for flow, part in _parts(demand.keys or NO_KEY).items():
+    for flow, part in _parts([k for k in demand.keys if k.waiting] or NO_KEY).items():
         start = _tag(tx.state, *flow)
         tx.put(KeyShare(*flow, start + seconds * _devices_taken(tx.state, i) * part, start))
     if len(tx.state.key_shares) > MAX_SHARES:
@@ -141,8 +145,8 @@ def charge_serving(tx: Transaction) -> None:
 def may_interrupt(state: ClusterState, waiting: Standing, victim: str, reload_s: float) -> bool:
     """True if a serving instance gives way to a waiting model.
 
-    It does if all requests that last waited for it have a lower priority, or if they have the same
-    and their keys have received so much more.
+    It does if all requests that used it lately have a lower priority, or if they have the same and
+    their keys have received so much more.
 
     Args:
         state: The cluster.
@@ -160,12 +164,12 @@ def may_interrupt(state: ClusterState, waiting: Standing, victim: str, reload_s:
     return received - waiting.tag_s >= TURN_S + RESTARTS * reload_s
 
 
-def _parts(keys: tuple[KeyDemand, ...]) -> dict[tuple[str, int], float]:
+def _parts(keys: Sequence[KeyDemand]) -> dict[tuple[str, int], float]:
     """Return what each key and priority pays of a device-second, divided by the key's weight."""
-    total = sum([k.waiting for k in keys])
+    total = sum([k.waiting + k.in_flight for k in keys])
     found: dict[tuple[str, int], float] = defaultdict(float)
     for k in keys:
-        found[k.flow, k.priority] += k.waiting / total / k.weight
+        found[k.flow, k.priority] += (k.waiting + k.in_flight) / total / k.weight
     return found
 
 

@@ -108,7 +108,7 @@ class GatewayDemand:
     peak: int = 0
     """Requests that arrived in the fullest recent window."""
     keys: tuple[KeyDemand, ...] = ()
-    """Waiting requests by key and priority."""
+    """Requests by key and priority, those in flight included."""
 
 
 @value(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class ModelDemand:
 
     @property
     def keys(self) -> tuple[KeyDemand, ...]:
-        """Return the waiting requests by key and priority.
+        """Return the requests by key and priority, of gateways where some wait.
 
         A key may occur once for each gateway.
         """
@@ -285,7 +285,7 @@ class KeyShare:
 
 @value(frozen=True, slots=True)
 class ModelUsers:
-    """The keys whose requests last waited for a model."""
+    """The keys whose requests used a model when some waited for it last."""
 
     model: str
     keys: tuple[KeyDemand, ...]

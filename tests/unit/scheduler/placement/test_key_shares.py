@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.domain.demand.key_shares import MAX_SHARES, charge_start, standing_of
+from services.scheduler.domain.demand.key_shares import MAX_SHARES, charge_start, may_interrupt, standing_of
 from services.scheduler.domain.demand.reports import apply_demand
 from services.scheduler.domain.events import DemandBatch, DemandReceived
 from services.scheduler.domain.placement.queue import scale_up_queue
@@ -202,6 +202,20 @@ def test_keys_that_always_wait_differ_by_one_start(weights: list[float], costs: 
         charge_start(tx, starting(name), cost)
         received[name] += cost / weights[names.index(name)]
         assert max(received.values()) - min(received.values()) <= max(costs) / min(weights) + 1e-6
+
+
+def test_requests_in_flight_protect_their_model_from_others_of_the_same_priority() -> None:
+    """Batches wait for it, but it serves interactive requests, too."""
+    w = World()
+    for name in ("used", "other"):
+        w.model(name)
+    batch, chat = KeyDemand(flow="a", priority=-100, waiting=9), KeyDemand(flow="b", in_flight=1)
+    wait(w, {"used": [batch, chat], "other": [key("c")]})
+    tx = Transaction(w.state.fork(), w.now, w.policy)
+    assert not may_interrupt(tx.state, standing_of(tx.state, "other"), "used", 0.0)
+    assert standing_of(tx.state, "used").priority == -100, "only waiting requests count for its place"
+    apply_demand(tx, demand_of("used", batch))
+    assert may_interrupt(tx.state, standing_of(tx.state, "other"), "used", 0.0)
 
 
 def compete(w: World, keys: dict[str, KeyDemand], seconds: float, ends_after: float) -> tuple[dict[str, float], float]:

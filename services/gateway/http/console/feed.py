@@ -21,7 +21,8 @@ from shared.errors import QueueFull, ThawError
 
 log = logging.getLogger(__name__)
 INTERVAL_S = 1.0
-_COST_FACTOR = 100.0
+_COST_FACTOR = 150.0
+"""A reading waits so many times as long as the last one took: sending the changes costs as well."""
 _MAX_QUEUED = 16
 _MAX_PAGES = 64
 _KEEP_ALIVE_S = 5.0

@@ -183,6 +183,7 @@ def main() -> int:
         _simulate(page)
         page.get_by_role("link", name="Usage").click()
         page.locator("tbody tr").first.wait_for()
+        page.locator("tbody tr").first.wait_for()
         page.screenshot(path=IMAGES / "console-usage.png")
         _diagnose(page, url, key)
         _show_log(page, url)

@@ -63,12 +63,17 @@ class _Terms:
     is_extra: bool
     priority: int
     standing: Standing | None
-    """That of the waiting model among the keys; None: it interrupts no models of other keys."""
+    """That of the waiting model among the keys; None: it interrupts no models of other keys.
+
+    Only waiting requests have a key: `replicas.min` and wakes interrupt nothing.
+    """
 
 
 def _terms(tx: Transaction, request: PlacementRequest) -> _Terms:
     ask = request.ask
-    interrupts = bool(tx.state.key_shares) and not ask.is_extra and ask.waited_s >= tx.policy.min_active_s
+    demand = tx.state.demand.get(ask.model)
+    has_requests = demand is not None and demand.waiting > 0
+    interrupts = has_requests and bool(tx.state.key_shares) and not ask.is_extra and ask.waited_s >= tx.policy.min_active_s
     standing = Standing(ask.request_priority, ask.share_s) if interrupts else None
     return _Terms(request.may_preempt, ask.is_extra, ask.priority if interrupts else 0, standing)
 

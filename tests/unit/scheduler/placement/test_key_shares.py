@@ -265,6 +265,19 @@ def test_keys_whose_models_always_serve_take_turns_by_weight(weight: float) -> N
     assert longest < 320.0 / 4, "several turns each"
 
 
+@pytest.mark.parametrize("wakes", [False, True])
+def test_replicas_and_wakes_without_requests_interrupt_no_key(*, wakes: bool) -> None:
+    """A key that has received much serves; nothing has been charged for what waits."""
+    w = world("used", preempt_after_s=10_000.0, starve_after_s=10_000.0)
+    compete(w, {"used": key("a")}, 10.0, ends_after=0.5)
+    w.model("other", replicas={"min": 0 if wakes else 1})
+    if wakes:
+        w.wake("other")
+    compete(w, {"used": key("a")}, 30.0, ends_after=0.5)
+    assert not w.stops("used")
+    assert w.state.key_shares[share_key("a", 0)].tag_s > 10.0, "far ahead"
+
+
 def test_models_of_one_key_do_not_interrupt_each_other() -> None:
     w = world("a", "b", preempt_after_s=10_000.0, starve_after_s=10_000.0)
     served, _ = compete(w, {"a": key("same"), "b": key("same")}, 60.0, ends_after=0.5)

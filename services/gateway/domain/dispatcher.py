@@ -34,7 +34,6 @@ It owns the queues, the routes and the requests in flight. Events arrive as meth
 from __future__ import annotations
 
 from collections import Counter
-from typing import TypeVar
 
 from services.gateway.domain.arrivals import Arrivals
 from services.gateway.domain.effects import Effects
@@ -66,7 +65,6 @@ from shared.errors import (
     from_body,
 )
 
-_Name = TypeVar("_Name")
 _OTHER_GATEWAYS = "\0others"
 """Stands for the keys of other gateways, which share the instances."""
 
@@ -80,8 +78,7 @@ class Dispatcher:
         self.routes = RouteTable()
         self._queues: dict[str, ModelQueue] = {}
         self._sent: dict[str, Ticket] = {}
-        self._in_flight: dict[str, Counter[str]] = {}
-        self._in_flight_flows: dict[str, Counter[tuple[int, str]]] = {}
+        self._in_flight: dict[str, Counter[tuple[int, str]]] = {}
         """Requests in flight by model, and by their priority and key."""
         self._weights: dict[str, float] = {}
         self._arrivals: dict[str, Arrivals] = {}
@@ -103,6 +100,13 @@ class Dispatcher:
     def count_above(self, priority: int) -> int:
         """Count the waiting requests of all models with a higher priority."""
         return sum(t.priority > priority for queue in self._queues.values() for t in queue.waiting.values())
+
+    def _count_by_key(self, model: str) -> Counter[str]:
+        """Count the requests in flight of each key."""
+        found = Counter[str]()
+        for (_, key), count in self._in_flight.get(model, Counter()).items():
+            found[key] += count
+        return found
 
     def models(self) -> set[str]:
         return self._queues.keys() | self._in_flight.keys()
@@ -332,7 +336,7 @@ class Dispatcher:
 
     def _pump_below_share(self, model: str, queue: ModelQueue, now: float) -> None:
         """Send requests of keys that have less than their share at the instances (rule 2)."""
-        in_flight, waiting = self._in_flight.get(model, Counter()), queue.keys()
+        in_flight, waiting = self._count_by_key(model), queue.keys()
         weights = {key: self._weights[key] for key in in_flight.keys() | waiting}
         limit, has_others = self.routes.slots(model, now)
         if has_others:
@@ -349,7 +353,8 @@ class Dispatcher:
             else:
                 queue.serve(ticket, is_in_order=False)
                 self._send(ticket, route, now)
-                if not is_below_share(ticket.key, self._in_flight[model], weights, limit):
+                in_flight[ticket.key] += 1
+                if not is_below_share(ticket.key, in_flight, weights, limit):
                     below.discard(ticket.key)
             if not below:
                 return
@@ -357,8 +362,7 @@ class Dispatcher:
     def _add_sent(self, ticket: Ticket) -> None:
         self._sent[ticket.id] = ticket
         self._weights[ticket.key] = ticket.weight
-        self._in_flight.setdefault(ticket.model, Counter())[ticket.key] += 1
-        self._in_flight_flows.setdefault(ticket.model, Counter())[ticket.priority, ticket.key] += 1
+        self._in_flight.setdefault(ticket.model, Counter())[ticket.priority, ticket.key] += 1
 
     def _send(self, ticket: Ticket, route: Route, now: float) -> None:
         ticket.stage = Stage.SENT
@@ -421,8 +425,12 @@ class Dispatcher:
     def _release(self, ticket: Ticket, now: float) -> None:
         ticket.elapsed_s = ticket.elapsed_s + now - ticket.sent_at if ticket.is_resumable else 0.0
         del self._sent[ticket.id]
-        _subtract(self._in_flight, ticket.model, ticket.key)
-        _subtract(self._in_flight_flows, ticket.model, (ticket.priority, ticket.key))
+        in_flight, flow = self._in_flight[ticket.model], (ticket.priority, ticket.key)
+        in_flight[flow] -= 1
+        if not in_flight[flow]:
+            del in_flight[flow]
+        if not in_flight:
+            del self._in_flight[ticket.model]
         self.routes.release(ticket.instance_id or "")
 
     def _fail_waiting(self, model: str, error: ThawError, now: float) -> None:
@@ -444,17 +452,6 @@ class Dispatcher:
         queue.published_at = now
         arrivals = self._arrivals.get(model)
         in_flight = {
-            (priority, key): (count, self._weights[key])
-            for (priority, key), count in self._in_flight_flows.get(model, Counter()).items()
+            (priority, key): (count, self._weights[key]) for (priority, key), count in self._in_flight.get(model, Counter()).items()
         }
         self._effects.publish_demand(queue.demand(self._gateway_id, model, in_flight, arrivals, now))
-
-
-def _subtract(counts: dict[str, Counter[_Name]], model: str, name: _Name) -> None:
-    """Count one less, and forget what is zero."""
-    found = counts[model]
-    found[name] -= 1
-    if not found[name]:
-        del found[name]
-    if not found:
-        del counts[model]

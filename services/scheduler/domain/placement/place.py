@@ -40,6 +40,7 @@ from services.scheduler.domain.placement.options import (
     template_options,
 )
 from services.scheduler.domain.placement.request import PlacementRequest
+from services.scheduler.domain.placement.saturation import no_device_gets_room
 from services.scheduler.domain.placement.shortlist import SHORTLIST_SIZE, shortlists
 from services.scheduler.domain.placement.stage_count import choose_stage_count
 from services.scheduler.domain.policies import thaw
@@ -133,6 +134,8 @@ def place(
     for sets in _shortlists(tx, request):
         considered += (found := [load_option(tx, request, devices) for devices in sets])
         if any(isinstance(f, FeasiblePlacement) for f in found):
+            break
+        if len(considered) >= SHORTLIST_SIZE and no_device_gets_room(tx, request):
             break
     considered += group_options(tx, request)
     by_stages = choose_stage_count(tx, request, considered)

@@ -56,8 +56,8 @@ NOISE_S = 0.05
 
 
 @value(frozen=True, slots=True)
-class _Terms:
-    """What of a request the description of residents depends on."""
+class Terms:
+    """What of a request the description of residents depends on, besides its own model."""
 
     may_preempt: bool
     is_extra: bool
@@ -69,28 +69,28 @@ class _Terms:
     """
 
 
-def _terms(tx: Transaction, request: PlacementRequest) -> _Terms:
+def terms_of(tx: Transaction, request: PlacementRequest) -> Terms:
     ask = request.ask
     demand = tx.state.demand.get(ask.model)
     has_requests = demand is not None and demand.waiting > 0
     interrupts = has_requests and bool(tx.state.key_shares) and not ask.is_extra and ask.waited_s >= tx.policy.min_active_s
     standing = Standing(ask.request_priority, ask.share_s) if interrupts else None
-    return _Terms(request.may_preempt, ask.is_extra, ask.priority if interrupts else 0, standing)
+    return Terms(request.may_preempt, ask.is_extra, ask.priority if interrupts else 0, standing)
 
 
 def list_residents(tx: Transaction, request: PlacementRequest, b: Booking) -> tuple[Resident, ...]:
     """Return the instances that hold memory of the device and could leave, as one or as a stage."""
-    terms = _terms(tx, request)
+    terms = terms_of(tx, request)
     residents = tx.memoize(("residents", b.key, terms), lambda: _describe_residents(tx, terms, b))
     return tuple([r for r in residents if r.model != request.model.key])
 
 
-def _describe_residents(tx: Transaction, terms: _Terms, b: Booking) -> list[Resident]:
+def _describe_residents(tx: Transaction, terms: Terms, b: Booking) -> list[Resident]:
     there = tx.state.holders_on(b.node, b.device_id)
     return [_describe_resident(tx, i, terms, b) for i in there if not i.is_claim and i.leaving == "no"]
 
 
-def _describe_resident(tx: Transaction, i: Instance, terms: _Terms, b: Booking) -> Resident:
+def _describe_resident(tx: Transaction, i: Instance, terms: Terms, b: Booking) -> Resident:
     owner = tx.state.models.get(i.model)
     report = tx.state.reports.get(i.instance_id)
     load = report.status.load if report is not None else None
@@ -132,7 +132,7 @@ def _describe_resident(tx: Transaction, i: Instance, terms: _Terms, b: Booking) 
     )
 
 
-def _may_drain(tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, reload_s: float) -> bool:
+def _may_drain(tx: Transaction, i: Instance, owner: Model | None, terms: Terms, reload_s: float) -> bool:
     """True if a serving instance may be drained: after a long wait, or for the shares of keys."""
     if terms.may_preempt or terms.standing is None:
         return terms.may_preempt
@@ -168,9 +168,7 @@ def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
     return restart if resume_ms is None else min(restart, resume_ms / 1e3)
 
 
-def _explain_protected(
-    tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, *, wanted: bool, stays: bool
-) -> str | None:
+def _explain_protected(tx: Transaction, i: Instance, owner: Model | None, terms: Terms, *, wanted: bool, stays: bool) -> str | None:
     """Return why an instance must stay; None: it may leave. `stays`: while it serves."""
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
@@ -205,7 +203,7 @@ def _never_served(tx: Transaction, i: Instance) -> bool:
 
 def _is_valid(tx: Transaction, request: PlacementRequest, view: DeviceView, clearance: Clearance, short: int) -> bool:
     """True if the policy's victims may leave in the way it chose, and free enough."""
-    there, terms = {r.key: r for r in view.residents}, _terms(tx, request)
+    there, terms = {r.key: r for r in view.residents}, terms_of(tx, request)
     interrupted = [there[v] for v in clearance.victims if v not in clearance.moves and v in there and there[v].state == "serving"]
     if not all(_may_drain(tx, tx.state.instances[r.key], tx.state.models.get(r.model), terms, r.reload_s) for r in interrupted):
         return False

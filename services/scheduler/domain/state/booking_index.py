@@ -68,6 +68,8 @@ class BookingTable(dict[str, Booking]):
         """Every device: closed ones last, then most `free_soon_bytes` first."""
         self.budgets: list[tuple[int, str]] = []
         """Budgets of reachable devices."""
+        self.separate: set[str] = set()
+        """Usable devices whose instances share weights."""
         for key, booking in bookings:
             self[key] = booking
 
@@ -95,6 +97,10 @@ class BookingTable(dict[str, Booking]):
         )
         before = None if old is None or old.closed_reason else old
         after = None if new is None or new.closed_reason else new
+        if before is not None and before.is_separate:
+            self.separate.discard(before.key)
+        if after is not None and after.is_separate:
+            self.separate.add(after.key)
         old_class, new_class = before and _speeds(before), after and _speeds(after)
         if before is not None and old_class is not None and old_class == new_class:
             self.classes[old_class].replace(before, after)
@@ -203,3 +209,21 @@ class BookingView:
         """Return the largest budget of a reachable device, in bytes; 0 without one."""
         kept = next((budget for budget, key in reversed(self._below.budgets) if key not in self._changed), 0)
         return max([kept, *(b.budget_bytes for b in self.changed if b.is_reachable)])
+
+    @property
+    def has_separate_devices(self) -> bool:
+        """True if usable devices share weights, or did before this decision."""
+        return bool(self._below.separate) or any(b.is_separate for b in self.changed)
+
+    def most_free(self) -> int:
+        """Return at least the most `free_bytes` of a usable device, in bytes; 0 without one."""
+        kept = [known.free[-1][0] for known in self._below.classes.values()]
+        return max([0, *kept, *(b.free_bytes for b in self.changed if not b.closed_reason)])
+
+    def most_with_idle_gone(self) -> int:
+        """Return at least the most bytes that a usable device has free once idle instances leave.
+
+        It may be more than that, by what this decision has booked meanwhile.
+        """
+        kept = [known.with_idle[-1] for known in self._below.classes.values()]
+        return max([0, *kept, *(b.free_soon_bytes + b.idle_bytes for b in self.changed if not b.closed_reason)])

@@ -73,7 +73,8 @@ def _examine_node(node: NodeView) -> Iterator[Finding]:
             "node",
             "fail",
             f"{node.node} does not answer",
-            "Look at its nodeagent's log on that machine, and at its connection to NATS.",
+            "Look at its nodeagent's log on that machine, and at its connection to NATS. "
+            f"If the machine is gone for good: thaw node rm {node.node}",
             "Its instances are taken for lost. The scheduler starts their models on other nodes.",
         )
         return

@@ -6,7 +6,7 @@ import { counted, duration, idle, size } from "./format";
 import { ends, Flow } from "./flows";
 import type { Live } from "./live";
 import { logLink } from "./logs";
-import { GONE, KINDS, PARKED, sharedBytes, type Kind } from "./memorybar";
+import { GONE, KINDS, PARKED, sharedBytes, WAKEABLE, type Kind } from "./memorybar";
 import { modelLink } from "./models";
 import { Action, Badge, Facts, Prose } from "./parts";
 import type { Device, Instance, Model, Node } from "./types";
@@ -102,7 +102,11 @@ function NodeDetails({ name, node, live, mayChange, select }: { name: string; no
           ) : (
             <Action label="Cordon" description={`Cordon ${name}: no new instances`} run={() => change(`${path}/cordon`)} />
           )}
-          <Action label="Drain" description={`Drain ${name}: cordon it and let every instance leave`} run={() => change(`${path}/drain`)} />
+          {node.alive ? (
+            <Action label="Drain" description={`Drain ${name}: cordon it and let every instance leave`} run={() => change(`${path}/drain`)} />
+          ) : (
+            <Action label="Remove" description={`Remove ${name}: its machine is gone for good`} run={() => remove(path)} />
+          )}
         </p>
       )}
     </>
@@ -215,8 +219,11 @@ function ModelActions({ name, model }: { name: string; model?: Model }) {
   const pin = (on: boolean) => () => patch(`models/${inPath(name)}/settings`, { settings: { pin: on } });
   return (
     <>
-      <Action label="Sleep" description={`Put ${name} to sleep`} run={() => change(`models/${inPath(name)}/sleep`)} />
-      <Action label="Wake" description={`Wake ${name}`} run={() => change(`models/${inPath(name)}/wake`)} />
+      {model && WAKEABLE.has(model.state) ? (
+        <Action label="Wake" description={`Wake ${name}`} run={() => change(`models/${inPath(name)}/wake`)} />
+      ) : (
+        <Action label="Sleep" description={`Put ${name} to sleep`} run={() => change(`models/${inPath(name)}/sleep`)} />
+      )}
       {model && !model.base && (model.pin ? (
         <Action label="Unpin" description={`Unpin ${name}: it may be evicted`} run={pin(false)} />
       ) : (

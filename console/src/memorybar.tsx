@@ -14,6 +14,8 @@ export interface Part {
 }
 
 export const PARKED = new Set(["suspended", "asleep"]);
+/** States of a model that `wake` changes. */
+export const WAKEABLE = new Set(["cold", "suspended", "asleep", "failed"]);
 export const GONE = new Set(["stopped", "failed"]);
 
 /** The parts of a memory bar: the name of a kind, and what it is. */

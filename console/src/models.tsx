@@ -8,6 +8,7 @@ import { ChangeModel } from "./changemodel";
 import type { Live } from "./live";
 import { Action, Badge, Facts, Freshness, useFilter } from "./parts";
 import { money } from "./money";
+import { WAKEABLE } from "./memorybar";
 import { ModelHistory } from "./objectives";
 import { Pulls } from "./pulls";
 import { ModelSettings } from "./settings";
@@ -107,7 +108,7 @@ export function ModelsPage({ live, mayChange, name: named }: { live: Live; mayCh
                     <td class="number">{optional(percentile(of?.warm ?? [], 0.95))}</td>
                     {costs && <td class="number">{costs.get(name) ?? ""}</td>}
                     <td>
-                      {mayChange && !m.base && (m.state === "cold" || m.state === "suspended" || m.state === "asleep" || m.state === "failed" ? (
+                      {mayChange && !m.base && (WAKEABLE.has(m.state) ? (
                         <Action label="Wake" description={`Wake ${name}`} run={() => change(`models/${inPath(name)}/wake`)} />
                       ) : (
                         <Action label="Sleep" description={`Put ${name} to sleep`} run={() => change(`models/${inPath(name)}/sleep`)} />

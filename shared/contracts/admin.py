@@ -279,11 +279,12 @@ class ChangeNode(Request):
     """Cordon: no new instances.
 
     Drain: cordon, and every instance leaves as soon as it is idle or its drain time is over.
+    Remove: of a lost node; no other is removed.
     """
 
     kind: Literal["change_node"] = "change_node"
     node: str
-    action: Literal["cordon", "uncordon", "drain"]
+    action: Literal["cordon", "uncordon", "drain", "remove"]
 
 
 class ViewCluster(Request):

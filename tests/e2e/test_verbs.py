@@ -63,6 +63,7 @@ CASES: dict[str, Case] = {
     "node cordon": (("node-0",), {"node", "action"}),
     "node drain": (("node-0",), {"ok", "node", "action", "left", "moved", "stuck", "migrations"}),
     "node uncordon": (("node-0",), {"node", "action"}),
+    "node rm": (("node-0",), {"error"}),
     "logs": (("gateway",), {"logs"}),
     "doctor": ((), {"ok", "findings", "fixed"}),
     "load": (
@@ -130,7 +131,7 @@ def test_every_verb_prints_one_json_document_with_its_keys(mesh: Thaw, monkeypat
             continue
         status, out = mesh.inside(*words, "--json", *(["-"] if verb == "simulate" else []))
         document = json.loads(out)
-        assert (status != 0) is ("error" in document and verb == "migrate"), f"thaw {' '.join(words)}: {out}"
+        assert (status != 0) is ("error" in document and verb in ("migrate", "node rm")), f"thaw {' '.join(words)}: {out}"
         found[verb] = document
     # A new key breaks no script; a removed one does.
     gone = {verb: keys - found[verb].keys() for verb, (_, keys) in CASES.items()}

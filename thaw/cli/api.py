@@ -106,6 +106,9 @@ class Api(Gateway):
     def change_node(self, node: str, action: str) -> None:
         self.request("POST", f"/admin/v1/nodes/{quote(node, safe='')}/{action}", timeout=60.0)
 
+    def remove_node(self, node: str) -> None:
+        self.request("DELETE", f"/admin/v1/nodes/{quote(node, safe='')}", timeout=60.0)
+
     def node_logs(self, node: str) -> LogsListed:
         return self._get(LogsListed, "GET", f"/admin/v1/nodes/{quote(node, safe='')}/logs")
 

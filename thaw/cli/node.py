@@ -1,4 +1,4 @@
-"""`thaw node list|cordon|uncordon|drain`."""
+"""`thaw node list|cordon|uncordon|drain|rm`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thaw.cli.api import Api
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.units import format_size
 
-app = typer.Typer(help="Nodes: list, cordon, uncordon, drain.", no_args_is_help=True)
+app = typer.Typer(help="Nodes: list, cordon, uncordon, drain, rm.", no_args_is_help=True)
 _LOOK_S = 0.25
 Node = Annotated[str, typer.Argument(help="Name of a node, as `thaw node list` shows it.", metavar="NODE")]
 
@@ -108,6 +108,20 @@ def drain(
         "stuck": stuck,
         "migrations": [r.model_dump(mode="json") for r in records],
     }
+
+
+@app.command("rm")
+@verb
+def remove(node: Node, as_json: Json = False) -> Document:
+    """Forget a lost node whose machine is gone for good. A node that reports again is added again.
+
+    Lost nodes are forgotten after a day without this command.
+
+    Example: [bold]thaw node rm node-1[/]
+    """
+    Api.find().remove_node(node)
+    screen(as_json).print(f"[green]✓[/] {node} is forgotten")
+    return {"node": node, "action": "remove"}
 
 
 def _find_instances(api: Api, name: str) -> list[InstanceStatus]:

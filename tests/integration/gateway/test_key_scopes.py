@@ -66,6 +66,7 @@ async def test_read_only_key_sees_everything_and_changes_nothing(pair: tuple[Ser
         ("POST", "nodes/n/drain"),
         ("POST", "nodes/n/cordon"),
         ("POST", "nodes/n/uncordon"),
+        ("DELETE", "nodes/n"),
         ("POST", "migrations"),
     ):
         assert await status_of(served, "sk-look", f"/admin/v1/{path}", method) == 403, (method, path)

@@ -288,6 +288,33 @@ async def test_cordoned_nodes_receive_no_instances_and_drained_nodes_are_emptied
     assert same.plan.plan_id == plan.plan_id
 
 
+async def test_removed_node_is_gone_for_the_next_leader_too(site: Site) -> None:
+    site.scheduler()
+    await site.node(node="n1")
+    two = await site.node(node="n2")
+    await site.until(lambda: _nodes_are(site, {"n1", "n2"}))
+    with pytest.raises(Conflict, match="thaw node drain n2"):
+        await site.ask(ChangeNode(node="n2", action="remove"), Done)
+    await two.stop()
+    site.nodes.remove(two)
+
+    async def is_lost() -> bool:
+        return [n.node for n in (await site.view()).nodes if not n.alive] == ["n2"]
+
+    await site.until(is_lost)
+    await site.ask(ChangeNode(node="n2", action="remove"), Done)
+    assert await _nodes_are(site, {"n1"})
+    stop, task = site.schedulers.pop(0)
+    stop.set()
+    assert await task == 0
+    site.scheduler()
+    assert await _nodes_are(site, {"n1"})
+
+
+async def _nodes_are(site: Site, names: set[str]) -> bool:
+    return {n.node for n in (await site.view()).nodes} == names
+
+
 async def test_cancelled_demand_cancels_the_start(site: Site) -> None:
     site.scheduler()
     node = await site.node(hold_starts=asyncio.Event())

@@ -91,6 +91,7 @@ class Admin:
             ("POST", "nodes/{node}/cordon", self.cordon),
             ("POST", "nodes/{node}/uncordon", self.uncordon),
             ("POST", "nodes/{node}/drain", self.drain),
+            ("DELETE", "nodes/{node}", self.remove_node),
             ("POST", "migrations", self.migrate),
         ]
         return [
@@ -261,6 +262,9 @@ class Admin:
 
     async def drain(self, request: Request) -> Response:
         return await self._change_node(request, "drain")
+
+    async def remove_node(self, request: Request) -> Response:
+        return await self._change_node(request, "remove")
 
     async def _change_node(self, request: Request, action: str) -> Response:
         fields = {"node": request.path_params["node"], "action": action}

@@ -1,4 +1,4 @@
-"""Operators' commands: add, remove, wake and sleep models; cordon and drain nodes."""
+"""Operators' commands: add, remove, wake and sleep models; cordon, drain and remove nodes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from services.scheduler.domain.events import (
     SleepRequested,
     WakeRequested,
 )
+from services.scheduler.domain.lifecycle.node_status import forget_node
 from services.scheduler.domain.lifecycle.suspension import prefer_suspend
 from services.scheduler.domain.lifecycle.transitions import stop_instance
 from services.scheduler.domain.placement.place import never_fits_reason
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.entities import Model
+from services.scheduler.domain.state.entities import Model, Node
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.usage_history import UsageHistory
 from services.scheduler.domain.state.volatile import (
@@ -281,8 +282,25 @@ def _change_node(tx: Transaction, event: ChangeNodeRequested) -> None:
     match event.action:
         case "cordon":
             tx.put(replace(node, cordoned=True))
+        case "remove":
+            _remove_node(tx, node)
         case "drain":
             tx.put(replace(node, cordoned=True, drain_since=node.drain_since if node.drain_since is not None else tx.now))
         case _:
             tx.put(replace(node, cordoned=False, drain_since=None))
     tx.emit(ReplyTo(event.waiter, Done()))
+
+
+def _remove_node(tx: Transaction, node: Node) -> None:
+    """Remove a node whose machine is gone for good.
+
+    Raises:
+        Conflict: It reports, or has been silent for less than `node_lost_after_s`.
+    """
+    presence = tx.state.presence.get(node.name)
+    if presence is not None and presence.alive:
+        remedy = (
+            f"Empty it with `thaw node drain {node.name}`, stop its nodeagent, and wait until `thaw node list` shows it as lost"
+        )
+        raise Conflict(f"Node {node.name} is alive, or has been silent for less than {tx.policy.node_lost_after_s:g} s. {remedy}")
+    forget_node(tx, node.name)

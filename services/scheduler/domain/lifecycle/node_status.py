@@ -241,10 +241,15 @@ def expire_silent_nodes(tx: Transaction) -> None:
     """Mark silent nodes as dead, with their instances; remove them after a day."""
     for presence in list(tx.state.presence.values()):
         if not presence.alive and tx.now - presence.last_message_at > tx.policy.node_forgotten_after_s:
-            tx.drop(Presence, presence.node)
-            tx.drop(LoaderPresence, presence.node)
-            tx.drop(Node, presence.node)
+            forget_node(tx, presence.node)
         elif presence.alive and tx.now - presence.last_message_at > tx.policy.node_lost_after_s:
             tx.put(replace(presence, alive=False))
             for i in list(tx.state.on_node(presence.node)):
                 _remove_lost(tx, i, f"its node {presence.node} has been silent for {tx.policy.node_lost_after_s:.0f} s")
+
+
+def forget_node(tx: Transaction, node: str) -> None:
+    """Remove a lost node, which has no instances any more. If it reports again, it is a new one."""
+    tx.drop(Presence, node)
+    tx.drop(LoaderPresence, node)
+    tx.drop(Node, node)

@@ -6,7 +6,7 @@ import pytest
 
 from services.scheduler.domain.effects import LoadEnded, StepDown
 from services.scheduler.domain.events import NodeStatusReceived
-from shared.contracts.base import ErrorBody
+from shared.contracts.base import Done, ErrorBody
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
 from tests.unit.scheduler.world import World
@@ -95,6 +95,26 @@ def test_silent_node_is_lost_and_its_instances_readopted(w: World) -> None:
     w.hear()
     assert w.demand("a").outlook == "ready"
     assert len(agent.instances) == len(w.starts("a")) == 1
+
+
+def test_lost_node_is_removed_by_command_and_added_again_when_it_reports(w: World) -> None:
+    w.node("n1")
+    w.node("n2")
+    w.model("a")
+    w.up("a")
+    refused = w.change_node("n1", "remove")
+    assert refused.code == "conflict"
+    assert "thaw node drain n1" in refused.message
+    w.tick(6, nodes_report=False)
+    w.hear("n2")
+    assert isinstance(w.change_node("n1", "remove"), Done)
+    assert set(w.state.nodes) == set(w.state.presence) == {"n2"}
+    assert "n1" not in w.state.loaders
+    w.demand("a")
+    assert w.starts("a")[-1].node == "n2"
+    assert w.change_node("n1", "remove").code == "not_found"
+    w.hear("n1")
+    assert set(w.state.nodes) == {"n1", "n2"}
 
 
 def test_replaced_instance_is_stopped_when_its_node_returns(w: World) -> None:

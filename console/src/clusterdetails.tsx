@@ -9,7 +9,7 @@ import { logLink } from "./logs";
 import { GONE, KINDS, PARKED, sharedBytes, WAKEABLE, type Kind } from "./memorybar";
 import { modelLink } from "./models";
 import { Action, Badge, Facts, Prose } from "./parts";
-import type { Device, Instance, Model, Node } from "./types";
+import type { Device, Instance, Link, Model, Node } from "./types";
 
 export type Selected =
   | { kind: "node"; id: string }
@@ -113,6 +113,11 @@ function NodeDetails({ name, node, live, mayChange, select }: { name: string; no
   );
 }
 
+function bandwidth(link: Link): string {
+  if (!link.bytes_per_second) return "not measured yet";
+  return `${size(link.bytes_per_second)}/s, ${link.is_paced ? "paced: a setting, not the machine's" : "as measured by the latest loads"}`;
+}
+
 function LinkDetails({ name, node, link, live, mayChange }: { name: string; node: Node; link: string } & Panel) {
   const found = node.links.find((l) => l.link === link);
   const { kind, from, to } = ends(name, link);
@@ -127,7 +132,7 @@ function LinkDetails({ name, node, link, live, mayChange }: { name: string; node
           ["What it is", kind],
           ["From", from],
           ["To", to],
-          ["Bandwidth", found?.bytes_per_second ? `${size(found.bytes_per_second)}/s, as measured by the latest loads` : "not measured yet"],
+          ["Bandwidth", found && bandwidth(found)],
           ["Moved", found && `${size(found.moved_bytes)} since the loader's start`],
           ["Queued", found && `${size(found.queued_bytes)} of ${counted(found.loads, "load")}`],
           ["Done in", found?.finish_ms ? duration(found.finish_ms) : ""],

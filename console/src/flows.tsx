@@ -37,7 +37,7 @@ export function Flows(props: { name: string; node: Node; live: Live; select: (li
         <p key={l.link} class="flow">
           <button type="button" class="link" onClick={() => select(l.link)}>{l.link}</button>{" "}
           {l.models.join(", ") || `${l.loads} loads`}: {size(l.queued_bytes)} queued
-          {l.bytes_per_second ? `, ${size(l.bytes_per_second)}/s` : ""}
+          {l.bytes_per_second ? `, ${size(l.bytes_per_second)}/s${l.is_paced ? " (paced)" : ""}` : ""}
           {l.finish_ms ? `, ${duration(l.finish_ms)} left` : ""}
         </p>
       ))}

@@ -57,6 +57,8 @@ export interface Load {
 export interface Link {
   link: string;
   bytes_per_second: number | null;
+  /** Its bandwidth is a setting of an experiment. */
+  is_paced: boolean;
   queued_bytes: number;
   loads: number;
   models: string[];

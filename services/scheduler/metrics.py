@@ -152,7 +152,8 @@ class Metrics:
             for link in status.links:
                 value = getattr(link, attribute)
                 if value is not None:
-                    yield Observation(value, {"thaw.node": status.node, "thaw.link": link.link})
+                    paced = {"thaw.paced": "true"} if link.is_paced else {}
+                    yield Observation(value, {"thaw.node": status.node, "thaw.link": link.link} | paced)
 
     def _nodes(self, _: CallbackOptions) -> Iterator[Observation]:
         nodes = tuple(self.nodes())

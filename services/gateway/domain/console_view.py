@@ -118,6 +118,7 @@ def _node(node: NodeView) -> Record:
             {
                 "link": link.link,
                 "bytes_per_second": _round(link.bytes_per_second),
+                "is_paced": link.is_paced,
                 "queued_bytes": link.queued_bytes,
                 "loads": link.loads,
                 "models": list(link.models),

@@ -118,3 +118,10 @@ def test_links_with_what_waits_and_what_has_crossed(metrics: Metrics) -> None:
         assert f'thaw_link_{name}{{thaw_link="ssd:a",thaw_node="node-0"}} {value}' in text, text
     assert 'thaw_link_moved_bytes_total{thaw_link="remote:b",thaw_node="node-0"} 0.0' in text
     assert 'thaw_link_bandwidth_bytes_per_second{thaw_link="remote:b"' not in text, "not measured yet"
+
+
+def test_bandwidth_that_is_a_setting_is_labelled(metrics: Metrics) -> None:
+    paced = LinkStatus(link="device:a", bytes_per_second=5.0, is_paced=True)
+    metrics.loaders = lambda: (LoaderStatus(node="n", boot_id="b", links=(paced,)),)
+    expected = 'thaw_link_bandwidth_bytes_per_second{thaw_link="device:a",thaw_node="n",thaw_paced="true"} 5.0'
+    assert expected in metrics.render().decode()

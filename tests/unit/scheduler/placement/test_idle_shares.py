@@ -233,7 +233,7 @@ def test_key_with_a_waiting_model_of_its_own_keeps_no_idle_one_from_a_key_with_l
     assert [stop.command.reason for stop in w.stops("used")] == ["makes room for new"], "its key has received less"
 
 
-def test_wakes_and_replicas_of_no_request_take_idle_models_as_before() -> None:
+def test_wakes_take_idle_models_as_before() -> None:
     w = used_just_now(0.0, key("a"))
     w.wake("new")
     assert w.stops("used")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 
 from services.scheduler.domain.admin.commands import execute
-from services.scheduler.domain.demand.key_shares import charge_serving
+from services.scheduler.domain.demand.key_shares import charge_use
 from services.scheduler.domain.demand.reports import apply_demand, expire_demand, reply_to_demand
 from services.scheduler.domain.demand.slo import adapt_alpha, apply_objectives
 from services.scheduler.domain.effects import Effect, StepDown
@@ -92,7 +92,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
                 tx.put(Presence(node.name, now))
         case Tick():
             expire_demand(tx)
-            charge_serving(tx)
+            charge_use(tx)
             expire_silent_nodes(tx)
             stop_stalled_starts(tx)
             adapt_alpha(tx)

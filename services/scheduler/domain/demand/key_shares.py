@@ -1,19 +1,26 @@
-"""Fair shares of the API keys whose models compete for devices (ADR 0096).
+"""Fair shares of the API keys whose models compete for devices (ADR 0096, ADR 0099).
 
 Start-time fair queueing over device-seconds. A key's tag is what it was charged:
 
 1. A start is charged with its predicted seconds to the keys whose requests wait for the model, in
    proportion to their number.
-2. While any model waits for room, a serving instance is charged to the keys whose requests used
+2. While any model waits for room, an instance in use is charged to the keys whose requests used
    its model when some waited for it last.
 
 Both count in proportion to the memory that the instance takes of its devices, and are divided by
 the key's weight. Waiting models of the key with the smallest tag are placed first, and serving
 models of a key that is far enough ahead give way (`may_interrupt`).
 
+An instance is in use while it serves, and then for as long as its start took (`kept_s`): its next
+request probably arrives sooner than it could be had back. An idle instance in use gives way only to
+keys that have received less (`is_shielded`).
+
 A key that begins to wait starts at the smallest tag that a waiting key had before its last start,
 or `TURN_S` ago: idle time gives no credit, and its first model goes first. Shares hold among
 requests of one priority. Prewarming, wakes and `replicas.min` are charged to no key.
+
+When models begin to wait for room after `FORGET_S` in which none did, keys begin at most `TURN_S`
+ahead, as those do that use instances: until then none took anything from another.
 """
 
 from __future__ import annotations
@@ -31,12 +38,24 @@ from services.scheduler.domain.values import value
 from shared.contracts.demand import KeyDemand
 from shared.contracts.node import InstanceState
 
+Flow = tuple[str, int]
+"""The opaque id of a key, and a priority."""
 NO_KEY = (KeyDemand(waiting=1),)
 """Requests of gateways that do not report keys, and wakes."""
 TURN_S = 2.0
 """A key that is this many device-seconds ahead gives way to another one, if starts cost nothing."""
 RESTARTS = 4.0
 """A key keeps an instance for so many times as long as it takes to have it back."""
+IDLE_RESTARTS = 2.0
+"""The same for an instance that is idle between two requests: less is lost if it leaves."""
+KEPT_LEAST_S, KEPT_MOST_S = 0.5, 5.0
+"""Bounds of the time for which an idle instance counts as in use.
+
+A node reports within about 0.1 s that an instance serves again. The upper bound frees memory that
+no request uses soon, however long the restart takes.
+"""
+FORGET_S = 60.0
+"""Greater differences of tags are forgotten if no model has waited for room for this long."""
 MAX_SHARES = 1024
 """Of more tags, the smallest ones of keys without waiting requests are forgotten."""
 _LONGEST_S = 1.0
@@ -50,10 +69,12 @@ class Standing:
     Attributes:
         priority: The highest priority of its waiting requests.
         tag_s: The smallest tag of the keys with requests of that priority.
+        flows: All keys whose requests wait for it, each with a priority.
     """
 
     priority: int
     tag_s: float
+    flows: frozenset[Flow] = frozenset()
 
 
 def standing_of(state: ClusterState, model: str) -> Standing:
@@ -62,7 +83,8 @@ def standing_of(state: ClusterState, model: str) -> Standing:
     keys = [k for k in demand.keys if k.waiting] if demand is not None else []
     keys = keys or list(NO_KEY)
     priority = max([k.priority for k in keys])
-    return Standing(priority, min([_tag(state, k.flow, k.priority) for k in keys if k.priority == priority]))
+    tag_s = min([_tag(state, k.flow, k.priority) for k in keys if k.priority == priority])
+    return Standing(priority, tag_s, frozenset([(k.flow, k.priority) for k in keys]))
 
 
 def _tag(state: ClusterState, flow: str, priority: int) -> float:
@@ -92,7 +114,7 @@ def begin_waiting(tx: Transaction, model: str, before: ModelDemand | None) -> No
             tx.put(KeyShare(flow, priority, floor, floor))
 
 
-def _flows(demand: ModelDemand | None) -> set[tuple[str, int]]:
+def _flows(demand: ModelDemand | None) -> set[Flow]:
     """Return the keys whose requests wait for a model, with their priorities."""
     if demand is None or not demand.waiting:
         return set()
@@ -117,29 +139,73 @@ def charge_start(tx: Transaction, i: Instance, seconds: float) -> None:
         _forget_idle(tx)
 
 
-def charge_serving(tx: Transaction) -> None:
-    """Charge the time since the last call to the keys of serving instances, if any model waits."""
+def charge_use(tx: Transaction) -> None:
+    """Charge the time since the last call to the keys of instances in use, if any model waits."""
     clock = tx.state.share_clock.get("")
     if not tx.state.unschedulable:
-        if clock is not None:
-            tx.drop(ShareClock, "")
+        if clock is not None and clock.runs:
+            tx.put(ShareClock(clock.at, runs=False))
         return
     tx.put(ShareClock(tx.now))
-    elapsed = min(tx.now - clock.at, _LONGEST_S) if clock is not None else 0.0
+    if clock is None or tx.now - clock.at > FORGET_S:
+        _forget_differences(tx)
+        return
+    elapsed = min(tx.now - clock.at, _LONGEST_S) if clock.runs else 0.0
     if elapsed <= 0:
         return
-    charged: dict[tuple[str, int], float] = defaultdict(float)
-    for report in tx.state.reports.values():
-        users = tx.state.model_users.get(report.status.model)
-        i = tx.state.instances.get(report.instance_id)
-        if users is None or i is None or report.idle_since is not None or i.state is not InstanceState.READY:
-            continue
+    charged: dict[Flow, float] = defaultdict(float)
+    for i, users in _list_used(tx):
         for flow, part in _parts(users.keys).items():
             charged[flow] += elapsed * _devices_taken(tx.state, i) * part
     for flow, seconds in sorted(charged.items()):
         share = tx.state.key_shares.get(share_key(*flow)) or KeyShare(*flow, 0.0)
         tag_s = share.tag_s + seconds
         tx.put(KeyShare(*flow, tag_s, max(share.start_s, tag_s - TURN_S)))
+
+
+def _forget_differences(tx: Transaction) -> None:
+    """Let no key be more than `TURN_S` ahead, and those that use instances just as much."""
+    used = {flow for _, users in _list_used(tx) for flow in _parts(users.keys)}
+    known = {(share.flow, share.priority): share.tag_s for share in tx.state.key_shares.values()}
+    for flow in sorted({*used, *known}):
+        tx.put(KeyShare(*flow, TURN_S if flow in used else min(known[flow], TURN_S)))
+
+
+def _list_used(tx: Transaction) -> list[tuple[Instance, ModelUsers]]:
+    """Return the instances in use whose users are known."""
+    found = []
+    for report in tx.state.reports.values():
+        users = tx.state.model_users.get(report.status.model)
+        i = tx.state.instances.get(report.instance_id)
+        if users is not None and i is not None and i.state is InstanceState.READY and is_in_use(i, report.idle_since, tx.now):
+            found.append((i, users))
+    return found
+
+
+def is_in_use(i: Instance, idle_since: float | None, now: float) -> bool:
+    """True if a ready instance serves (`idle_since` is None), or probably will again soon."""
+    return idle_since is None or now - idle_since < kept_s(i)
+
+
+def kept_s(i: Instance) -> float:
+    """Return the seconds after its last request for which an idle instance counts as in use.
+
+    That is how long its start took, within bounds: keeping the memory for longer would cost more
+    than to start it again.
+    """
+    if i.ready_at is None:
+        return KEPT_LEAST_S
+    began = i.sent_at if i.sent_at is not None else i.planned_at
+    return min(max(i.ready_at - began, KEPT_LEAST_S), KEPT_MOST_S)
+
+
+def interrupt_lead_s(reload_s: float) -> float:
+    """Return how many device-seconds a key is ahead when its serving instance gives way.
+
+    Args:
+        reload_s: Seconds to have the instance back.
+    """
+    return TURN_S + RESTARTS * reload_s
 
 
 def may_interrupt(state: ClusterState, waiting: Standing, victim: str, reload_s: float) -> bool:
@@ -155,19 +221,82 @@ def may_interrupt(state: ClusterState, waiting: Standing, victim: str, reload_s:
         reload_s: Seconds to have the instance back.
     """
     users = state.model_users.get(victim)
-    if users is None:
+    return users is not None and _has_received_more(state, waiting, _flows_of(users), interrupt_lead_s(reload_s))
+
+
+def is_shielded(tx: Transaction, waiting: Standing, victim: str, reload_s: float, *, is_idle: bool) -> bool:
+    """True if shares of keys keep an instance in use from a waiting model.
+
+    1. Only keys that wait for the model themselves use the instance: no.
+    2. The others have a higher priority: yes; a lower one: no.
+    3. They have received more, by a multiple of the restart: no. Keys that wait for room themselves
+       would give the idle instance up for a model of their own: they must have received less.
+
+    Args:
+        tx: The decision's transaction.
+        waiting: The standing of the waiting model.
+        victim: The model of the instance in use.
+        reload_s: Seconds to have the instance back.
+        is_idle: It is idle between two requests.
+    """
+    users = tx.state.model_users.get(victim)
+    others = _flows_of(users) - waiting.flows if users is not None else frozenset()
+    if not others:  # 1
         return False
-    priority = max([k.priority for k in users.keys])
+    lead_s = interrupt_lead_s(reload_s)
+    if is_idle:
+        gives_up = not others.isdisjoint(_flows_without_room(tx))
+        lead_s = 0.0 if gives_up else max(TURN_S, IDLE_RESTARTS * reload_s)
+    return not _has_received_more(tx.state, waiting, others, lead_s)  # 2, 3
+
+
+def has_other_users(tx: Transaction, waiting: Standing) -> bool:
+    """True if other keys than those that wait for a model have used any."""
+    return not tx.memoize("flows of users", lambda: _flows_of_all(tx.state)) <= waiting.flows
+
+
+def is_used_only_by(state: ClusterState, flows: frozenset[Flow], model: str) -> bool:
+    """True if the requests that used a model were of these keys."""
+    users = state.model_users.get(model)
+    return users is not None and _flows_of(users) <= flows
+
+
+def _flows_of_all(state: ClusterState) -> frozenset[Flow]:
+    return frozenset([(k.flow, k.priority) for users in state.model_users.values() for k in users.keys])
+
+
+def _flows_of(users: ModelUsers) -> frozenset[Flow]:
+    return frozenset([(k.flow, k.priority) for k in users.keys])
+
+
+def _has_received_more(state: ClusterState, waiting: Standing, users: frozenset[Flow], lead_s: float) -> bool:
+    """True if the users have a lower priority than a waiting model, or the same and such a lead."""
+    priority = max([p for _, p in users])
     if waiting.priority != priority:
         return waiting.priority > priority
-    received = min([_tag(state, k.flow, k.priority) for k in users.keys if k.priority == priority])
-    return received - waiting.tag_s >= TURN_S + RESTARTS * reload_s
+    received = min([_tag(state, flow, p) for flow, p in users if p == priority])
+    return received - waiting.tag_s >= lead_s
 
 
-def _parts(keys: Sequence[KeyDemand]) -> dict[tuple[str, int], float]:
+def _flows_without_room(tx: Transaction) -> frozenset[Flow]:
+    """Return the keys that wait for a model which has no instance, not even one that starts."""
+
+    def find() -> frozenset[Flow]:
+        waiting = [d for d in tx.state.demand.values() if d.waiting]
+        return frozenset().union(*[_flows(d) for d in waiting if not _has_instance(tx.state, d.model)])
+
+    return tx.memoize("flows without room", find)
+
+
+def _has_instance(state: ClusterState, name: str) -> bool:
+    model = state.models.get(name)
+    return model is not None and bool(state.live_instances(model))
+
+
+def _parts(keys: Sequence[KeyDemand]) -> dict[Flow, float]:
     """Return what each key and priority pays of a device-second, divided by the key's weight."""
     total = sum([k.waiting + k.in_flight for k in keys])
-    found: dict[tuple[str, int], float] = defaultdict(float)
+    found: dict[Flow, float] = defaultdict(float)
     for k in keys:
         found[k.flow, k.priority] += (k.waiting + k.in_flight) / total / k.weight
     return found

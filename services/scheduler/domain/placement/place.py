@@ -7,8 +7,11 @@
 4. A device has room. A suspended instance of the model is one more option, on its own devices, with
    the memory that it lacks. So is a suspended engine of another model of its template key.
 5. A device has room once the stopping instances are gone: claim it.
-6. A device has room once idle instances are evicted (victims.py): claim their memory.
+6. A device has room once idle instances are evicted (victims.py): claim their memory. Shares of
+   keys may keep some of them from the model, and let serving ones be drained for it.
 7. The model has waited longer than `preempt_after_s`: as 6, but serving instances may be drained.
+   If there is no option, then also those that shares of keys keep from it, except on devices
+   where instances of its own keys leave for it in turn.
 8. Otherwise the model waits, and the reason names the obstacles.
 
 Everything that 4 to 7 allow is an option. The profile chooses the victims and the option
@@ -24,7 +27,7 @@ from collections.abc import Iterator
 from itertools import islice
 from operator import attrgetter
 
-from services.scheduler.domain.demand.key_shares import standing_of
+from services.scheduler.domain.demand.key_shares import Standing, has_other_users, standing_of
 from services.scheduler.domain.estimates.memory_needs import device_count, start_bytes
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.formatting import gib
@@ -49,7 +52,7 @@ from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.entities import Model
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Presence
-from services.scheduler.domain.values import create_unchecked, value
+from services.scheduler.domain.values import create_unchecked, replace, value
 from shared.contracts.models import ModelCard
 from shared.contracts.plans import Candidate, Way
 from shared.errors import InsufficientMemory, ThawError, Unavailable
@@ -125,11 +128,36 @@ def place(
         forecast,
         bool(tx.state.cooldowns),
         excludes if only is None else confine_to(*only, excludes),
+        _standing(tx, model.key),
         None if starves else link_rule(tx, forecast),
     )
-    considered: list[Candidate | FeasiblePlacement] = (
-        [] if extra else [option for i in tx.state.suspended_instances(model) for option in resume_options(tx, request, i)]
-    )
+    considered = _consider(tx, request)
+    possible = [c for c in considered if isinstance(c, FeasiblePlacement)]
+    if not possible and request.may_preempt and request.standing is not None and has_other_users(tx, request.standing):
+        # Shares decide which instances leave first. The wait keeps its bound.
+        request = replace(request, is_last_resort=True)
+        considered = _consider(tx, request)
+        possible = [c for c in considered if isinstance(c, FeasiblePlacement)]
+    if possible:  # 4 to 7
+        return _choose_placement(tx, request, possible, considered)
+    candidates = _candidates(considered)
+    if text := never_fits_reason(tx, model.card, whole + need_of(model.card).executor):  # 3
+        return Placement("impossible", text, candidates, error=InsufficientMemory(text))
+    return Placement("wait", _obstacles(candidates, len(tx.state.bookings)), candidates)  # 8
+
+
+def _standing(tx: Transaction, name: str) -> Standing | None:
+    """Return the standing of a model's waiting requests; None: shares of keys do not matter yet."""
+    demand = tx.state.demand.get(name)
+    return standing_of(tx.state, name) if tx.state.key_shares and demand is not None and demand.waiting else None
+
+
+def _consider(tx: Transaction, request: PlacementRequest) -> list[Candidate | FeasiblePlacement]:
+    """Return the options, and why other places are none."""
+    considered: list[Candidate | FeasiblePlacement] = []
+    if not request.ask.is_extra:
+        suspended = tx.state.suspended_instances(request.model)
+        considered += [option for i in suspended for option in resume_options(tx, request, i)]
     considered += template_options(tx, request)
     for sets in _shortlists(tx, request):
         considered += (found := [load_option(tx, request, devices) for devices in sets])
@@ -142,12 +170,7 @@ def place(
     considered += by_stages.offered
     considered += by_stages.excluded
     considered += [_record_candidate(p).model_copy(update={"excluded": why}) for p, why in by_stages.refused]
-    if possible := [c for c in considered if isinstance(c, FeasiblePlacement)]:  # 4 to 7
-        return _choose_placement(tx, request, possible, considered)
-    candidates = _candidates(considered)
-    if text := never_fits_reason(tx, model.card, whole + need_of(model.card).executor):  # 3
-        return Placement("impossible", text, candidates, error=InsufficientMemory(text))
-    return Placement("wait", _obstacles(candidates, len(tx.state.bookings)), candidates)  # 8
+    return considered
 
 
 def _shortlists(tx: Transaction, r: PlacementRequest) -> Iterator[list[tuple[Booking, ...]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.scheduler.domain.demand.key_shares import Standing
 from services.scheduler.domain.estimates.start_times import Forecast
 from services.scheduler.domain.placement.constraints import Excludes, combine_rules
 from services.scheduler.domain.policies.port import Ask, Profile
@@ -24,7 +25,11 @@ class PlacementRequest:
         forecast: Its predicted start times.
         has_cooldowns: Some instance or device is cooling down.
         excludes: Placement rules; None: no rule applies.
+        standing: Of its waiting requests among the keys; None: no instance gives way for its share,
+            and no share keeps one from it.
         link: Nodes whose links have no room for its fetch (link_rule.py); None: no node.
+        is_last_resort: There is no other option: no share keeps an instance from it, unless its
+            keys have others on the device that leave for it in turn.
     """
 
     model: Model
@@ -37,7 +42,9 @@ class PlacementRequest:
     forecast: Forecast
     has_cooldowns: bool
     excludes: Excludes | None
+    standing: Standing | None = None
     link: Excludes | None = None
+    is_last_resort: bool = False
 
     @property
     def refuses(self) -> Excludes | None:

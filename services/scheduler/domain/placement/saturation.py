@@ -8,14 +8,23 @@ upper bound of the room of any device is computed once for all models that wait;
 
 from __future__ import annotations
 
-from services.scheduler.domain.demand.key_shares import may_interrupt
+from services.scheduler.domain.demand.key_shares import Standing, may_interrupt
 from services.scheduler.domain.estimates.memory_needs import start_bytes
 from services.scheduler.domain.placement.request import PlacementRequest
-from services.scheduler.domain.placement.victims import Terms, terms_of
 from services.scheduler.domain.state.booking_index import BookingView
 from services.scheduler.domain.state.entities import Model
 from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.values import value
 from shared.contracts.node import InstanceState
+
+
+@value(frozen=True, slots=True)
+class _Terms:
+    """What of a request decides which serving instances may leave for it."""
+
+    is_extra: bool
+    standing: Standing | None
+    """None: its keys interrupt no others."""
 
 
 def no_device_gets_room(tx: Transaction, r: PlacementRequest) -> bool:
@@ -26,13 +35,15 @@ def no_device_gets_room(tx: Transaction, r: PlacementRequest) -> bool:
     """
     if r.devices > 1 or r.may_preempt:
         return False
-    bookings, terms = tx.bookings(), terms_of(tx, r)
+    bookings = tx.bookings()
     if bookings.has_separate_devices:
         return False
+    interrupts = not r.ask.is_extra and r.ask.waited_s >= tx.policy.min_active_s
+    terms = _Terms(r.ask.is_extra, r.standing if interrupts else None)
     return r.need_bytes > tx.memoize(("most room", terms), lambda: _most_room(tx, terms, bookings))
 
 
-def _most_room(tx: Transaction, terms: Terms, bookings: BookingView) -> int:
+def _most_room(tx: Transaction, terms: _Terms, bookings: BookingView) -> int:
     """Return an upper bound of the bytes that a device has once all that may leave has left."""
     most = bookings.most_with_idle_gone()
     free = bookings.most_free()
@@ -47,7 +58,7 @@ def _most_room(tx: Transaction, terms: Terms, bookings: BookingView) -> int:
     return most
 
 
-def _may_migrate(tx: Transaction, model: Model, terms: Terms, free: int) -> bool:
+def _may_migrate(tx: Transaction, model: Model, terms: _Terms, free: int) -> bool:
     """False only if the requests of its serving instances have no target (migration_targets.py)."""
     if terms.is_extra or not model.card.capabilities.token_resume:
         return False
@@ -58,6 +69,6 @@ def _may_migrate(tx: Transaction, model: Model, terms: Terms, free: int) -> bool
     return sum(1 for i in tx.state.live_instances(model) if i.state is InstanceState.READY) > 1
 
 
-def _may_be_drained(tx: Transaction, model: Model, terms: Terms) -> bool:
+def _may_be_drained(tx: Transaction, model: Model, terms: _Terms) -> bool:
     """False only if the shares of keys do not allow it (victims.py), however soon it restarts."""
     return terms.standing is not None and may_interrupt(tx.state, terms.standing, model.key, reload_s=0.0)

@@ -3,21 +3,23 @@
 Never a victim: an instance that is pinned, kept by `replicas.min`, starting, stopping, or that has
 just refused; and one younger than `min_active_s` whose own requests are on their way. Without
 `may_preempt`: one that serves, unless its requests can migrate, or its keys have received more than
-their share (`demand.key_shares.may_interrupt`). Stopping instances, claims and the model's own
-instances are left out: the device's booking accounts for them.
+their share (`demand.key_shares.may_interrupt`). With a `standing`: one that other keys use, idle
+between two requests or serving, and that shares keep from the waiting model
+(`demand.key_shares.is_shielded`). Stopping instances, claims and the model's own instances are left
+out: the device's booking accounts for them.
 """
 
 from __future__ import annotations
 
 from services.scheduler.domain.cost.formulas import reuse_odds
-from services.scheduler.domain.demand.key_shares import Standing, may_interrupt
+from services.scheduler.domain.demand.key_shares import Standing, is_in_use, is_shielded, is_used_only_by, may_interrupt
 from services.scheduler.domain.estimates.migration_times import resume_requests_s
 from services.scheduler.domain.estimates.start_times import restart_s
 from services.scheduler.domain.placement.migration_targets import migration_targets
 from services.scheduler.domain.placement.request import PlacementRequest
 from services.scheduler.domain.policies.port import Clearance, DeviceView, Resident
 from services.scheduler.domain.state.booking import Booking
-from services.scheduler.domain.state.device_memory import can_suspend, held_bytes, suspended_bytes
+from services.scheduler.domain.state.device_memory import can_suspend, held_bytes, per_device_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance, Model
 from services.scheduler.domain.state.shared_weights import kv_lacking_bytes, weights_of
 from services.scheduler.domain.state.transaction import Transaction
@@ -29,9 +31,10 @@ def clear_device(
     tx: Transaction, request: PlacementRequest, b: Booking, short: int, *, failed: bool
 ) -> tuple[DeviceView, Clearance | str]:
     """Return the device, and the victims that free `short` bytes, or why there are too few."""
-    view = device_view(tx, b, failed=failed, residents=list_residents(tx, request, b))
+    terms = _terms(tx, request, b, short)
+    view = device_view(tx, b, failed=failed, residents=_list_residents(tx, request, b, terms))
     clearance = request.profile.clear(request.ask, view, short, tx.now)
-    if clearance is not None and _is_valid(tx, request, view, clearance, short):
+    if clearance is not None and _is_valid(tx, terms, view, clearance, short):
         return view, clearance
     obstacles = "; ".join(f"{r.model} ({r.key}) {r.protected_reason}" for r in view.residents if r.protected_reason)
     return view, obstacles or "no instance there can be evicted"
@@ -56,41 +59,53 @@ NOISE_S = 0.05
 
 
 @value(frozen=True, slots=True)
-class Terms:
-    """What of a request the description of residents depends on, besides its own model."""
+class _Terms:
+    """What of a request the description of residents depends on."""
 
     may_preempt: bool
     is_extra: bool
     priority: int
+    interrupts: bool
+    """It has waited long enough to interrupt models of other keys."""
     standing: Standing | None
-    """That of the waiting model among the keys; None: it interrupts no models of other keys.
+    """As in the request."""
 
-    Only waiting requests have a key: `replicas.min` and wakes interrupt nothing.
+
+def _terms(tx: Transaction, request: PlacementRequest, b: Booking, short: int) -> _Terms:
+    ask, standing = request.ask, request.standing
+    if standing is None or (request.is_last_resort and not _has_turns(tx, standing, b, short)):
+        return _Terms(request.may_preempt, ask.is_extra, 0, False, None)
+    interrupts = not ask.is_extra and ask.waited_s >= tx.policy.min_active_s
+    return _Terms(request.may_preempt, ask.is_extra, ask.priority, interrupts, standing)
+
+
+def _has_turns(tx: Transaction, standing: Standing, b: Booking, short: int) -> bool:
+    """True if instances on the device that only the waiting keys use hold enough for the model.
+
+    They leave for it in turn, after they have served.
     """
+    own = [i for i in tx.state.holders_on(b.node, b.device_id) if i.leaving == "no" and not i.state.parked]
+    free = [i for i in own if is_used_only_by(tx.state, standing.flows, i.model) and not _is_kept(tx, i)]
+    return sum([per_device_bytes(i, i.reserve_bytes) for i in free]) >= short
 
 
-def terms_of(tx: Transaction, request: PlacementRequest) -> Terms:
-    ask = request.ask
-    demand = tx.state.demand.get(ask.model)
-    has_requests = demand is not None and demand.waiting > 0
-    interrupts = has_requests and bool(tx.state.key_shares) and not ask.is_extra and ask.waited_s >= tx.policy.min_active_s
-    standing = Standing(ask.request_priority, ask.share_s) if interrupts else None
-    return Terms(request.may_preempt, ask.is_extra, ask.priority if interrupts else 0, standing)
+def _is_kept(tx: Transaction, i: Instance) -> bool:
+    owner = tx.state.models.get(i.model)
+    return owner is not None and (owner.card.spec.pin or owner.min_replicas > 0)
 
 
-def list_residents(tx: Transaction, request: PlacementRequest, b: Booking) -> tuple[Resident, ...]:
+def _list_residents(tx: Transaction, request: PlacementRequest, b: Booking, terms: _Terms) -> tuple[Resident, ...]:
     """Return the instances that hold memory of the device and could leave, as one or as a stage."""
-    terms = terms_of(tx, request)
     residents = tx.memoize(("residents", b.key, terms), lambda: _describe_residents(tx, terms, b))
     return tuple([r for r in residents if r.model != request.model.key])
 
 
-def _describe_residents(tx: Transaction, terms: Terms, b: Booking) -> list[Resident]:
+def _describe_residents(tx: Transaction, terms: _Terms, b: Booking) -> list[Resident]:
     there = tx.state.holders_on(b.node, b.device_id)
     return [_describe_resident(tx, i, terms, b) for i in there if not i.is_claim and i.leaving == "no"]
 
 
-def _describe_resident(tx: Transaction, i: Instance, terms: Terms, b: Booking) -> Resident:
+def _describe_resident(tx: Transaction, i: Instance, terms: _Terms, b: Booking) -> Resident:
     owner = tx.state.models.get(i.model)
     report = tx.state.reports.get(i.instance_id)
     load = report.status.load if report is not None else None
@@ -112,6 +127,8 @@ def _describe_resident(tx: Transaction, i: Instance, terms: Terms, b: Booking) -
     protected = _explain_protected(
         tx, i, owner, terms, wanted=wanted, stays=not moves and not _may_drain(tx, i, owner, terms, reload_s)
     )
+    if protected is None and state == "idle" and is_in_use(i, idle, tx.now) and _is_shielded(tx, i, owner, terms, reload_s):
+        protected = "is between two requests of another key, which has not received more"
     return Resident(
         key=i.instance_id,
         model=i.model,
@@ -132,12 +149,27 @@ def _describe_resident(tx: Transaction, i: Instance, terms: Terms, b: Booking) -
     )
 
 
-def _may_drain(tx: Transaction, i: Instance, owner: Model | None, terms: Terms, reload_s: float) -> bool:
+def _may_drain(tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, reload_s: float) -> bool:
     """True if a serving instance may be drained: after a long wait, or for the shares of keys."""
-    if terms.may_preempt or terms.standing is None:
-        return terms.may_preempt
-    has_precedence = owner is not None and owner.card.spec.priority > terms.priority
-    return not has_precedence and may_interrupt(tx.state, terms.standing, i.model, reload_s)
+    if terms.may_preempt:
+        return not _is_shielded(tx, i, owner, terms, reload_s, is_idle=False)
+    if terms.standing is None or not terms.interrupts or _precedence(owner, terms) > 0:
+        return False
+    return may_interrupt(tx.state, terms.standing, i.model, reload_s)
+
+
+def _is_shielded(
+    tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, reload_s: float, *, is_idle: bool = True
+) -> bool:
+    """True if shares of keys keep an instance in use from the waiting model."""
+    if terms.standing is None or _precedence(owner, terms) < 0:
+        return False
+    return is_shielded(tx, terms.standing, i.model, reload_s, is_idle=is_idle)
+
+
+def _precedence(owner: Model | None, terms: _Terms) -> int:
+    """Return the model's priority above that of the waiting model."""
+    return owner.card.spec.priority - terms.priority if owner is not None else 0
 
 
 def _rounding_bytes(tx: Transaction, i: Instance) -> int:
@@ -168,7 +200,9 @@ def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
     return restart if resume_ms is None else min(restart, resume_ms / 1e3)
 
 
-def _explain_protected(tx: Transaction, i: Instance, owner: Model | None, terms: Terms, *, wanted: bool, stays: bool) -> str | None:
+def _explain_protected(
+    tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, *, wanted: bool, stays: bool
+) -> str | None:
     """Return why an instance must stay; None: it may leave. `stays`: while it serves."""
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
@@ -201,9 +235,9 @@ def _never_served(tx: Transaction, i: Instance) -> bool:
     return report is None or report.status.load.completed == 0
 
 
-def _is_valid(tx: Transaction, request: PlacementRequest, view: DeviceView, clearance: Clearance, short: int) -> bool:
+def _is_valid(tx: Transaction, terms: _Terms, view: DeviceView, clearance: Clearance, short: int) -> bool:
     """True if the policy's victims may leave in the way it chose, and free enough."""
-    there, terms = {r.key: r for r in view.residents}, terms_of(tx, request)
+    there = {r.key: r for r in view.residents}
     interrupted = [there[v] for v in clearance.victims if v not in clearance.moves and v in there and there[v].state == "serving"]
     if not all(_may_drain(tx, tx.state.instances[r.key], tx.state.models.get(r.model), terms, r.reload_s) for r in interrupted):
         return False

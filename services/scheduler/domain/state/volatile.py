@@ -297,9 +297,10 @@ class ModelUsers:
 
 @value(frozen=True, slots=True)
 class ShareClock:
-    """The time until which serving instances were charged to keys; absent: no model waits."""
+    """The time until which instances in use were charged to keys; it `runs` while a model waits."""
 
     at: float
+    runs: bool = True
 
     @property
     def key(self) -> str:

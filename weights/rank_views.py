@@ -100,7 +100,9 @@ class RankView(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Self], origin: _Origin, window: _Window) -> Self:
-        found: Self = torch.Tensor._make_wrapper_subclass(cls, window.lengths, dtype=origin.tensor.dtype, device="cpu")
+        found: Self = torch.Tensor._make_wrapper_subclass(
+            cls, window.lengths, dtype=origin.tensor.dtype, device=origin.tensor.device
+        )
         found._origin, found._window = origin, window
         return found
 
@@ -124,7 +126,7 @@ class RankView(torch.Tensor):
         return func(*tree_map(_read, args), **tree_map(_read, kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares its disabled form, a function
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Read the elements for operations that reach torch past `__torch_function__`."""

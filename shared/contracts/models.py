@@ -445,6 +445,7 @@ class ModelInfo(Frozen):
     divided_bytes: int = Field(
         default=0, ge=0, description="Of those tensors of which a tensor-parallel rank's part has a range; it has all others whole."
     )
+    ranks: int = Field(default=1, ge=1, description="Ranks that its files were divided for by `thaw convert --tensor-parallel`.")
     modules: tuple[LinearShape, ...] = Field(default=(), description="The weight matrices that an adapter may add to.")
     adapter: AdapterInfo | None = Field(default=None, description="Of a LoRA adapter; its other values are then its base's.")
 

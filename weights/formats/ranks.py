@@ -16,6 +16,7 @@ from typing import Any
 
 from shared.contracts.segment import PAGE, TensorCut
 from shared.contracts.stages import RankOf
+from shared.errors import CheckpointInvalid
 from weights.formats.checkpoint import Checkpoint
 from weights.formats.safetensors import TensorEntry
 
@@ -28,6 +29,7 @@ VOCABULARY_PADDING = 64
 LEAST_BYTES = 16 * PAGE
 """Smaller tensors are whole: each range costs a read, and up to two pages of its neighbours."""
 _COLUMNS = re.compile(r"(?:.*\.)?(?:self_attn\.(?P<heads>[qkv])_proj|mlp\.(?:gate|up)_proj)\.(?:weight|bias)")
+_FUSED = re.compile(r"gate_up_proj|qkv|query_key_value|c_attn|experts")
 _VOCABULARY = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head)\.weight")
 
 
@@ -72,6 +74,24 @@ def _rows(name: str, count: int, text: Mapping[str, Any], rank: RankOf) -> range
     if parts == 1 or count % parts:
         return None
     return range(index * (count // parts), (index + 1) * (count // parts))
+
+
+def file_of_rank(checkpoint: Checkpoint, rank: RankOf | None) -> Checkpoint:
+    """Return one rank's file of a checkpoint that was divided by `thaw convert --tensor-parallel`.
+
+    Raises:
+        CheckpointInvalid: It was divided for another number of ranks, or has fused matrices, of
+            which a rank has no single range.
+    """
+    if rank is None or rank.count != checkpoint.ranks:
+        raise CheckpointInvalid(
+            f"{checkpoint.directory} is divided for {checkpoint.ranks} ranks. Only vLLM with load_format: thaw and stages and "
+            f"tensor_parallel_size of {checkpoint.ranks} can load it"
+        )
+    file = checkpoint.files[rank.index]
+    if fused := next((t.name for t in file.header.tensors if t.cut is not None and _FUSED.search(t.name)), None):
+        raise CheckpointInvalid(f"{checkpoint.directory}: {fused} is a fused matrix; use the model before its conversion")
+    return Checkpoint(checkpoint.directory, (file,))
 
 
 def cut_tensors(checkpoint: Checkpoint, rows: Mapping[str, range]) -> Checkpoint:

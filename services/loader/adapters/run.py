@@ -24,7 +24,7 @@ from shared.telemetry.timeline import Timeline
 from weights.cache.caching import CachingTier
 from weights.formats.checkpoint import Checkpoint, parse_json, read_small
 from weights.formats.inspect import CONFIG
-from weights.formats.ranks import rows_of_rank
+from weights.formats.ranks import file_of_rank, rows_of_rank
 from weights.formats.segment import Layout, lay_out, pages
 from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import PoolMemory
@@ -122,7 +122,9 @@ class Run:
         try:
             layout = lay_out(checkpoint, order.weights_id)
             _check_size(order.card, layout)
-            if order.is_part:
+            if checkpoint.ranks > 1:
+                layout = lay_out(file_of_rank(checkpoint, order.rank), order.weights_id, order.layers)
+            elif order.is_part:
                 layout = lay_out(checkpoint, order.weights_id, order.layers, _rows(order, checkpoint, directory))
             chunks, device = self._chunks(layout)
             self.region = Region(self.context.pool, chunks, layout.total_bytes)

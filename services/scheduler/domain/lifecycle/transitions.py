@@ -253,10 +253,15 @@ def send_start(tx: Transaction, instance: Instance) -> None:
 def _prepare_devices(i: Instance, card: ModelCard) -> PrepareWeights:
     """Return the order to load an instance's weights to all of its devices at the same time."""
     maps_units = card.spec.engine == "builtin"  # other engines take the weights from host memory
-    parts = tuple(
-        DevicePart(holder=stage_holder(i.instance_id, index), device=i.device_ids[index] if maps_units else None, layers=layers)
-        for index, layers in enumerate(card.pipeline or (None,))
-    )
+    if card.info.ranks > 1:  # its files have no whole weights for the ranks to share
+        ranks = enumerate(card.ranks)
+        parts = tuple(DevicePart(holder=stage_holder(i.instance_id, index), rank=rank) for index, rank in ranks)
+    else:
+        devices = i.device_ids if maps_units else (None,) * len(i.device_ids)
+        stages = enumerate(card.pipeline or (None,))
+        parts = tuple(
+            DevicePart(holder=stage_holder(i.instance_id, index), device=devices[index], layers=layers) for index, layers in stages
+        )
     return PrepareWeights(
         token=i.token,
         instance_id=i.instance_id,
@@ -264,6 +269,7 @@ def _prepare_devices(i: Instance, card: ModelCard) -> PrepareWeights:
         traceparent=i.traceparent,
         device=parts[0].device,
         layers=parts[0].layers,
+        rank=parts[0].rank,
         parts=parts if len(parts) > 1 else (),
         background=i.trigger == CONSOLIDATION,
     )

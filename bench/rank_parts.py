@@ -17,7 +17,8 @@ import asyncio
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bench.report import median, spread, write
@@ -36,6 +37,7 @@ from thaw.demo.models import make_demo_model
 from weights.cache.store import SsdCache
 from weights.pool.chunks import Chunks
 from weights.pool.memory import PoolMemory
+from weights.pool.shm import SHM
 from weights.sources.sources import Sources
 from weights.store.generations import file_name
 from weights.store.node_devices import NodeDevices
@@ -63,42 +65,46 @@ def parts_of(case: str, card: ModelCard) -> tuple[DevicePart, ...]:
 
 async def load(case: str, model: Path, bytes_per_second: float) -> tuple[list[float], list[int]]:
     """Load once. Return the seconds until each device has its bytes, and these bytes."""
-    with tempfile.TemporaryDirectory(prefix="thaw-b-") as home:
-        loader = _make_loader(Path(home), model, bytes_per_second)
+    async with _loader(model, bytes_per_second) as loader:
+        spec = ModelSpec(name="m", source=str(model))
+        found = await loader.handle(InspectModel(spec=spec))
+        assert isinstance(found, Inspected)
+        card = ModelCard(spec=spec, info=found.info, created=0)
+        parts, began = parts_of(case, card), time.monotonic()
+        rounds = [(p,) for p in parts] if case == "in_turn" else [parts]
+        seconds, nbytes = [], []
+        for together in rounds:
+            await loader.handle(PrepareWeights(token=1, instance_id="i", card=card, parts=together))
+            for ended, size in await asyncio.gather(*(_attach(loader, card, p) for p in together)):
+                seconds.append(ended - began)
+                nbytes.append(size)
+        return seconds, nbytes
+
+
+@asynccontextmanager
+async def _loader(model: Path, bytes_per_second: float) -> AsyncIterator[Loader]:
+    with tempfile.TemporaryDirectory(prefix="thaw-b-") as place:
+        home, node = Path(place), Path(place) / "nodes" / "bench"
+        (node / "loader" / "weights").mkdir(parents=True)
+        records = Records(node / "loader", segment_prefix(home, "bench"))
+        pool = PoolMemory(records.pool_name, _POOL_BYTES)
+        size = 2 * sum(f.stat().st_size for f in model.glob("*.safetensors")) // PAGE_BYTES * PAGE_BYTES
+        files = {name: file_name(records.prefix, name, "bench") for name in DEVICES}
+        devices = {name: SeparateDevice(name, size, file, host_bytes_per_second=bytes_per_second) for name, file in files.items()}
+        sources = Sources(SsdCache(home / "cache", 0), (home / "small",))
+
+        def workers(emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
+            copies = Copies(NodeDevices(devices), pool, emit)
+            return Runs(pool, sources, emit, Threads(), copies=copies), Reclaimer(pool, emit)
+
+        loader = Loader("bench", "bench", records, sources, workers, Chunks(pool.count, _POOL_BYTES))
         try:
-            spec = ModelSpec(name="m", source=str(model))
-            found = await loader.handle(InspectModel(spec=spec))
-            assert isinstance(found, Inspected)
-            card = ModelCard(spec=spec, info=found.info, created=0)
-            parts, began = parts_of(case, card), time.monotonic()
-            rounds = [(p,) for p in parts] if case == "in_turn" else [parts]
-            seconds, nbytes = [], []
-            for together in rounds:
-                await loader.handle(PrepareWeights(token=1, instance_id="i", card=card, parts=together))
-                for took, size in await asyncio.gather(*(_attach(loader, card, p) for p in together)):
-                    seconds.append(took - began)
-                    nbytes.append(size)
-            return seconds, nbytes
+            yield loader
         finally:
             await loader.stop()
-
-
-def _make_loader(home: Path, model: Path, bytes_per_second: float) -> Loader:
-    node = home / "nodes" / "bench"
-    (node / "loader" / "weights").mkdir(parents=True)
-    records = Records(node / "loader", segment_prefix(home, "bench"))
-    pool = PoolMemory(records.pool_name, _POOL_BYTES)
-    size = 2 * sum(f.stat().st_size for f in model.glob("*.safetensors")) // PAGE_BYTES * PAGE_BYTES
-    devices = {
-        name: SeparateDevice(name, size, file_name(records.prefix, name, "bench"), host_bytes_per_second=bytes_per_second)
-        for name in DEVICES
-    }
-
-    def workers(emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
-        return Runs(pool, sources, emit, Threads(), copies=Copies(NodeDevices(devices), pool, emit)), Reclaimer(pool, emit)
-
-    sources = Sources(SsdCache(home / "cache", 0), (home / "small",))
-    return Loader("bench", "bench", records, sources, workers, Chunks(pool.count, _POOL_BYTES))
+            pool.close(unlink=True)
+            for file in files.values():
+                (SHM / file).unlink(missing_ok=True)
 
 
 async def _attach(loader: Loader, card: ModelCard, part: DevicePart) -> tuple[float, int]:

@@ -80,7 +80,7 @@ def test_parameters_with_functions_of_their_own_take_views() -> None:
     class Parameter(torch.nn.Parameter):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     taken, parameter = Taken(), Parameter(torch.zeros(4, 6), requires_grad=False)
     parameter.copy_(view(taken).narrow(0, 4, 4))

@@ -24,14 +24,17 @@ STAGES = 2
 BUDGET = 500 * MIB
 
 
-def make(nodes: int = 3, budget: int = BUDGET, stages: int = STAGES, **options: Any) -> World:
-    """Return a world of nodes with one device of `budget` bytes, and a model in stages."""
+def make(nodes: int = 3, budget: int = BUDGET, stages: int = STAGES, ranks: int = 1, **options: Any) -> World:
+    """Return a world of nodes with one device of `budget` bytes, and a model in stages.
+
+    `ranks`: those that its files are divided for.
+    """
     w = World()
     for n in range(nodes):
         w.node(f"n{n}", budget)
     spec = ModelSpec(name="m", source="/m/m", stages=stages, max_concurrency=1, **options)
     layers = LayerSizes(count=8, embedding_bytes=MIB, layer_bytes=20 * MIB, head_bytes=MIB)
-    info = model_info(spec.source, 160 * MIB).model_copy(update={"layers": layers})
+    info = model_info(spec.source, 160 * MIB).model_copy(update={"layers": layers, "ranks": ranks})
     answer = w.admin(AddModelsRequested(w.now, "add", (spec,), {"m": info}, False))
     assert not isinstance(answer, ErrorBody), answer
     return w
@@ -315,3 +318,19 @@ def test_devices_of_one_node_are_prepared_by_one_message() -> None:
         (f"{instance}+s1", "cpu:1", layers[1], None),
     ]
     assert (prepare.instance_id, prepare.device, prepare.layers) == (instance, "cpu:0", layers[0]), "for an earlier loader"
+
+
+def test_ranks_of_a_divided_model_have_a_part_each_on_one_node_too() -> None:
+    """Its files have no whole weights that the ranks of a node could share."""
+    w = make(
+        nodes=0, engine="vllm", memory=100 * MIB, engine_args={"tensor_parallel_size": STAGES, "load_format": "thaw"}, ranks=STAGES
+    )
+    w.node("n", BUDGET, devices=("cpu:0", "cpu:1"))
+    w.demand("m")
+    [start] = w.starts("m")
+    [prepare] = [e.command for e in w.sent(SendPrepare)]
+    instance = start.command.instance_id
+    ranks = [RankOf(index=i, count=STAGES) for i in range(STAGES)]
+    found = [(p.holder, p.device, p.layers, p.rank) for p in prepare.parts]
+    assert found == [(instance, None, None, ranks[0]), (f"{instance}+s1", None, None, ranks[1])]
+    assert (prepare.device, prepare.rank) == (None, ranks[0])

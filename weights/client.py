@@ -36,6 +36,7 @@ from shared.contracts.loader_socket import (
     SocketWatermark,
 )
 from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, SegmentHeader, SegmentIndex, SegmentTensor
+from shared.contracts.stages import RankOf
 from shared.errors import CheckpointInvalid, Unreachable, from_body
 from shared.mapping import map_extents
 from shared.unix_sockets import short_address
@@ -47,6 +48,7 @@ def attach(
     source: str | None = None,
     weights_id: str | None = None,
     background: bool = False,
+    rank: RankOf | None = None,
     timeout: float | None = None,
 ) -> Weights:
     """Hold the weights of `source` or `weights_id` from the loader at socket `path`.
@@ -54,6 +56,8 @@ def attach(
     The function returns when the index of the weights is written.
 
     Args:
+        rank: Only what this rank of a tensor-parallel group needs, with `source`. Tensors of which
+            it needs a range have a `cut` in the index.
         timeout: Longest silence of the loader in seconds, here and in every later wait.
 
     Raises:
@@ -62,7 +66,7 @@ def attach(
     """
     connection = LoaderConnection(path, timeout)
     try:
-        ask = SocketAttach(source=source, weights_id=weights_id, background=background)
+        ask = SocketAttach(source=source, weights_id=weights_id, background=background, rank=rank)
         connection.send(ask.model_dump_json().encode() + b"\n")
         attached = connection.receive()
         if not isinstance(attached, SocketAttached):

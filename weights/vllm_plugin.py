@@ -9,6 +9,10 @@ source.
 `--model-loader-extra-config '{"socket": "/…/loader.sock", "source": "hf://org/name"}'` names the
 loader and the model's source as registered; the source is what vLLM calls the model by default: its
 directory, or its name on the hub.
+
+Each rank of a tensor-parallel vLLM copies only the ranges that it takes of the tensors. With
+`"part": true` in that option its loader brings only its part of the weights too: for ranks on nodes
+of their own (ADR 0102).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shared.contracts.stages import RankOf
 from weights.binding import bind
 from weights.client import attach
 
@@ -64,6 +69,7 @@ def register() -> None:
             given = dict(load_config.model_loader_extra_config or {})
             self._socket: str | None = given.pop("socket", None)
             self._source: str | None = given.pop("source", None)
+            self._is_part: bool = given.pop("part", False)
             plain = copy.copy(load_config)
             plain.model_loader_extra_config = given
             plain.load_format = "auto"
@@ -76,7 +82,15 @@ def register() -> None:
             self.counter_before_loading_weights = began = time.perf_counter()
             count = nbytes = 0
             source = self._source or source_of(model_config.model, model_config.revision)
-            with weights(source, self._socket) as coming:
+            rank = rank_here()
+            if rank is not None and self._socket is not None:
+                from weights.rank_views import Taken, rank_tensors
+
+                taken = Taken()
+                opened = rank_tensors(source, self._socket, rank, taken, is_part=self._is_part, timeout=_SILENT_S)
+            else:
+                taken, opened = None, weights(source, self._socket)
+            with opened as coming:
                 for name, tensor in coming:
                     count, nbytes = count + 1, nbytes + tensor.nbytes
                     yield name, tensor
@@ -85,8 +99,24 @@ def register() -> None:
             seconds = time.perf_counter() - began
             way = "its loader" if self._socket else "its files"
             logger.info("Thaw gave %d tensors, %.1f MiB, from %s in %.3f seconds", count, nbytes / 2**20, way, seconds)
+            if rank is not None and taken is not None:
+                logger.info(
+                    "Rank %d of %d took %d of %d bytes; the loader brought %d bytes, %d tensors were read whole",
+                    *(rank.index, rank.count, taken.nbytes, nbytes, taken.brought_bytes, taken.whole_tensors),
+                )
 
     register_model_loader(LOAD_FORMAT)(ThawModelLoader)
+
+
+def rank_here() -> RankOf | None:
+    """Return the place of this process in its tensor-parallel group; None: it computes alone."""
+    from vllm.distributed import (  # type: ignore[import-not-found]
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+
+    count = get_tensor_model_parallel_world_size()
+    return RankOf(index=get_tensor_model_parallel_rank(), count=count) if count > 1 else None
 
 
 def source_of(model: str, revision: str | None) -> str:

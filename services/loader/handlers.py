@@ -66,6 +66,7 @@ from shared.contracts.loader_socket import SocketMap
 from shared.contracts.models import ModelCard
 from shared.contracts.node import WEIGHTS_ON_GPU, InstanceState, NodeStatus
 from shared.contracts.segment import ByteRange, GpuUnitsHandle
+from shared.contracts.stages import DevicePart, RankOf
 from shared.errors import NotFound, ShuttingDown, StaleToken, from_body
 from shared.tasks import end
 from weights.pool.chunks import Chunks
@@ -134,18 +135,9 @@ class Loader:
             case PrepareWeights():
                 if not command.background:
                     self._prefetching.yield_to(command.card.info.revision)
-                return await self._loop.ask(
-                    lambda n: Prepare(
-                        n,
-                        command.instance_id,
-                        command.card,
-                        command.token,
-                        command.traceparent,
-                        command.background,
-                        self._device(command.device),
-                        command.layers,
-                    )
-                )
+                for part in command.parts or (_only_part(command),):
+                    await self._prepare(command, part)
+                return Done()
             case AttachWeights():
                 self._prefetching.yield_to(command.card.info.revision)
                 device = self._device(command.device)
@@ -158,6 +150,7 @@ class Loader:
                         command.traceparent,
                         device=device,
                         layers=command.layers,
+                        rank=command.rank,
                     )
                 )
             case ReleaseWeights():
@@ -166,6 +159,23 @@ class Loader:
                 return ModelFilesFetched(directory=str(await self._files.fetch(card)))
             case AuditMemory():
                 return await self.audit()
+
+    async def _prepare(self, command: PrepareWeights, part: DevicePart) -> None:
+        """Begin to load one device's part. All parts of a command load at the same time."""
+        device = self._device(part.device)
+        await self._loop.ask(
+            lambda n: Prepare(
+                n,
+                part.holder,
+                command.card,
+                command.token,
+                command.traceparent,
+                command.background,
+                device,
+                part.layers,
+                part.rank,
+            )
+        )
 
     def _refuse_stale(self, what: str, token: int) -> None:
         if token >> 32 < self._loop.state.epoch:
@@ -256,10 +266,15 @@ class Loader:
 
     # -- readers without NATS ----------------------------------------------------------------------
 
-    async def hold(self, holder: str, card: ModelCard, *, background: bool) -> WeightsAttached:
-        """Attach a connection to weights; returns when their index is written."""
+    async def hold(self, holder: str, card: ModelCard, *, background: bool, rank: RankOf | None = None) -> WeightsAttached:
+        """Attach a connection to weights; returns when their index is written.
+
+        `rank`: to the part of this rank.
+        """
         try:
-            found = await self._loop.ask(lambda n: Attach(n, holder, card, "index", None, local=True, background=background))
+            found = await self._loop.ask(
+                lambda n: Attach(n, holder, card, "index", None, local=True, background=background, rank=rank)
+            )
         finally:
             self._sources.listed.drop(card.info.revision)
         assert isinstance(found, WeightsAttached)
@@ -402,6 +417,11 @@ class Loader:
         found: dict[str, object] = {"bytes_per_second": speed, "links": links, "memory": memory, "pretouch": pretouch}
         found["prefetches"] = self._prefetching.statuses()
         return status.model_copy(update={**found, "read_bytes": self._loop.runs.read_bytes})
+
+
+def _only_part(command: PrepareWeights) -> DevicePart:
+    """Return the part of an instance on one device."""
+    return DevicePart(holder=command.instance_id, device=command.device, layers=command.layers, rank=command.rank)
 
 
 async def _wait_for_first(*waits: Coroutine[Any, Any, object]) -> None:

@@ -121,7 +121,7 @@ class LocalReaders:
 
     async def _serve_hold(self, holder: str, ask: SocketAttach, writer: asyncio.StreamWriter) -> None:
         card = await self._loader.card_of(weights_id=ask.weights_id, source=ask.source)
-        attached = await self._loader.hold(holder, card, background=ask.background)
+        attached = await self._loader.hold(holder, card, background=ask.background, rank=ask.rank)
         sent_bytes = attached.loaded_bytes
         await _send(
             writer,

@@ -16,7 +16,7 @@ from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
 from shared.contracts.phases import PhaseSpan
 from shared.contracts.segment import ArenaHandle, Extent
-from shared.contracts.stages import LayerRange
+from shared.contracts.stages import DevicePart, LayerRange, RankOf
 
 PREFETCH_HOLDER = "prefetch:"
 """Prefix of the names of holders that are prefetches."""
@@ -57,7 +57,9 @@ class Inspected(Message):
 class PrepareWeights(Request):
     """Start fetching and loading now for `instance_id`; answered at once with `Done`.
 
-    Repeating it is harmless.
+    Repeating it is harmless. With `parts` it names a device set and what each device gets. The
+    parts load at the same time, each to its device over the device's own link. `device`, `layers`
+    and `rank` are then those of the first part, for loaders of the previous version.
     """
 
     kind: Literal["prepare"] = "prepare"
@@ -70,6 +72,8 @@ class PrepareWeights(Request):
         default=None, description="A GPU (cuda:0), or a cpu device with memory of its own, that the weights are brought to."
     )
     layers: LayerRange | None = Field(default=None, description="Only what a pipeline stage with these layers needs; None: all.")
+    rank: RankOf | None = Field(default=None, description="Only what this rank of a tensor-parallel group needs; None: all.")
+    parts: tuple[DevicePart, ...] = Field(default=(), description="The devices of an instance on several; none: it has one.")
 
 
 class AttachWeights(Request):
@@ -87,6 +91,7 @@ class AttachWeights(Request):
     traceparent: str | None = None
     device: str | None = Field(default=None, description="As of `PrepareWeights`; complete: every byte is there too.")
     layers: LayerRange | None = Field(default=None, description="As of `PrepareWeights`.")
+    rank: RankOf | None = Field(default=None, description="As of `PrepareWeights`.")
 
 
 class WeightsAttached(Message):

@@ -54,6 +54,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
 from shared.contracts.audit import DeviceAudit
 from shared.contracts.base import ErrorBody, Message
 from shared.contracts.segment import ByteRange, Extent, PagesLayout, UnitPages
+from shared.contracts.stages import RankOf
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
 
@@ -69,17 +70,21 @@ class SocketAttach(Message):
     Attributes:
         weights_id: A revision that the loader holds or loads already.
         source: A model; the loader starts the load if none is running.
+        rank: Only what this rank of a tensor-parallel group needs; with `source` only.
     """
 
     kind: Literal["attach"] = "attach"
     weights_id: str | None = None
     source: str | None = Field(default=None, description="As in `ModelSpec.source`.")
     background: bool = Field(default=False, description="No request waits for it: other loads go first.")
+    rank: RankOf | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.weights_id is None) == (self.source is None):
             raise ValueError("give either weights_id or source")
+        if self.rank is not None and self.source is None:
+            raise ValueError("give rank with source: a weights_id names its part already")
         return self
 
 

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from shared.contracts.base import Frozen
 from shared.contracts.engines import CAPABILITIES, Capabilities, Engine, ToolFormat
-from shared.contracts.stages import LayerRange, split_layers
+from shared.contracts.stages import LayerRange, RankOf, split_layers
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}$"
 ENGINE_SOURCE = "engine://"
@@ -442,8 +442,20 @@ class ModelInfo(Frozen):
         "chat template only. Empty: unknown.",
     )
     layers: LayerSizes | None = Field(default=None, description="Of a decoder with numbered layers: the sizes of its parts.")
+    divided_bytes: int = Field(
+        default=0, ge=0, description="Of those tensors of which a tensor-parallel rank's part has a range; it has all others whole."
+    )
+    ranks: int = Field(default=1, ge=1, description="Ranks that its files were divided for by `thaw convert --tensor-parallel`.")
     modules: tuple[LinearShape, ...] = Field(default=(), description="The weight matrices that an adapter may add to.")
     adapter: AdapterInfo | None = Field(default=None, description="Of a LoRA adapter; its other values are then its base's.")
+
+    def part_bytes(self, layers: LayerRange | None, rank: RankOf | None = None) -> int:
+        """Return the bytes that a stage with `layers`, or a rank, needs; None of both: all."""
+        if layers is not None:
+            return min(self.weights_bytes, self.layers.bytes_of(layers)) if self.layers is not None else self.weights_bytes
+        if rank is not None:
+            return self.weights_bytes - self.divided_bytes * (rank.count - 1) // rank.count
+        return self.weights_bytes
 
 
 class ModelCard(Frozen):
@@ -480,6 +492,17 @@ class ModelCard(Frozen):
     def pipeline(self) -> tuple[LayerRange, ...]:
         """As `stages`, if each loads its part alone; none: the engine divides the model itself."""
         return self.stages if self.spec.engine == "builtin" else ()
+
+    @property
+    def ranks(self) -> tuple[RankOf | None, ...]:
+        """The tensor-parallel place of each rank of a vLLM on several nodes.
+
+        None for a rank that has whole tensors. vLLM numbers the ranks of one pipeline stage first.
+        """
+        if self.spec.engine != "vllm" or self.spec.stages == 1:
+            return ()
+        count = int(self.spec.engine_args.get("tensor_parallel_size", 1))
+        return tuple(RankOf(index=i % count, count=count) if count > 1 else None for i in range(self.spec.stages))
 
     def without_secrets(self) -> ModelCard:
         """Return the card for callers who may see, not change."""

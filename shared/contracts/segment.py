@@ -48,14 +48,31 @@ class SegmentHeader(Frozen):
     total_bytes: int = Field(description="Of the whole segment.")
 
 
+class TensorCut(Frozen):
+    """The range of a whole tensor that a rank has: `start` on, along dimension `dim`.
+
+    Attributes:
+        length: Of the whole tensor along `dim`.
+    """
+
+    dim: int = Field(ge=0)
+    start: int = Field(ge=0)
+    length: int = Field(gt=0)
+
+
 class SegmentTensor(Frozen):
-    """`dtype` as safetensors names it (F32, BF16, F16, I64, U8, BOOL, F8_E4M3 …)."""
+    """`dtype` as safetensors names it (F32, BF16, F16, I64, U8, BOOL, F8_E4M3 …).
+
+    `shape` and `nbytes` are those of the bytes in the segment. `cut`: these are a range of the
+    tensor.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    cut: TensorCut | None = None
 
 
 class SegmentIndex(Frozen):

@@ -34,6 +34,8 @@ from shared.contracts.base import ErrorBody, Frozen, Message
 from shared.contracts.kv_transfer import TICKET, KvOffer, KvPart
 
 MAX_STAGES = 8
+MAX_RANKS = 64
+"""Ranks of a tensor-parallel group."""
 STAGEABLE = frozenset(
     {"cohere", "gemma", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3", "qwen2"}
     | {"qwen3", "qwen3_moe", "smollm3", "starcoder2"}
@@ -89,14 +91,48 @@ def split_layers(total: int, stages: int) -> tuple[LayerRange, ...]:
     return tuple(LayerRange(first=end - size, end=end, total=total) for size, end in zip(sizes, ends, strict=True))
 
 
-def part_id(weights_id: str, layers: LayerRange | None) -> str:
-    """Return the id of a part of some weights. None: all of them."""
-    return weights_id if layers is None else f"{weights_id}.layers-{layers.first}-{layers.end}-{layers.total}"
+class RankOf(Frozen):
+    """A rank of a tensor-parallel group: number `index` of `count`.
+
+    It has `1 / count` of each tensor that the model's architecture divides, and all other tensors
+    whole (ADR 0102).
+    """
+
+    index: int = Field(ge=0)
+    count: int = Field(ge=2, le=MAX_RANKS)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.index >= self.count:
+            raise ValueError("give index < count")
+        return self
+
+
+class DevicePart(Frozen):
+    """The part of a model's weights that one device of an instance gets.
+
+    Attributes:
+        holder: Holder of the part at its loader (`stage_holder`).
+        device: As of `PrepareWeights`; None: the part stays in host memory.
+        layers: Of a pipeline stage; None: all layers.
+        rank: Of a tensor-parallel group; None: whole tensors.
+    """
+
+    holder: str
+    device: str | None = None
+    layers: LayerRange | None = None
+    rank: RankOf | None = None
+
+
+def part_id(weights_id: str, layers: LayerRange | None, rank: RankOf | None = None) -> str:
+    """Return the id of a part of some weights. None of both: all of them."""
+    found = weights_id if layers is None else f"{weights_id}.layers-{layers.first}-{layers.end}-{layers.total}"
+    return found if rank is None else f"{found}.rank-{rank.index}-{rank.count}"
 
 
 def weights_of(part: str) -> str:
     """Return the id of the weights of which this is a part; of all of them, the same."""
-    return part.partition(".layers-")[0]
+    return part.partition(".layers-")[0].partition(".rank-")[0]
 
 
 def stage_instance(instance_id: str, index: int) -> str:

@@ -53,10 +53,16 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weight files of a model, checked against each other."""
+    """The weight files of a model, checked against each other.
+
+    Attributes:
+        ranks: Ranks that `thaw convert --tensor-parallel` has divided it for. If there are several,
+            each file is that of a rank, and has that rank's ranges of the tensors.
+    """
 
     directory: Path
     files: tuple[WeightFile, ...]
+    ranks: int = 1
 
 
 def weight_names(present: Collection[str], where: str) -> tuple[str, ...] | None:
@@ -204,6 +210,21 @@ def open_checkpoint(directory: Path, rank: int = 0, ranks: int = 1) -> Checkpoin
         check_inside(directory, directory / name)
     files = check_files(weight_map, (_open_file(directory / name) for name in names), str(directory))
     return Checkpoint(directory, files)
+
+
+def open_every_rank(directory: Path) -> Checkpoint:
+    """Read and check the headers as `open_checkpoint`, of all ranks of a divided model.
+
+    Raises:
+        CheckpointInvalid: A file is missing or invalid.
+    """
+    path = directory / converted.INDEX_NAME
+    if converted.INDEX_NAME not in {p.name for p in _entries(directory)}:
+        return open_checkpoint(directory)
+    check_inside(directory, path)
+    raw = read_small(path, converted.MAX_INDEX_BYTES)
+    found = converted.partitions_of(converted.parse_index(raw, str(path)), raw)
+    return Checkpoint(directory, tuple(_open_partition(directory / p.file, p) for p in found), len(found))
 
 
 def open_path(path: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:

@@ -27,7 +27,7 @@ from typing import Annotated, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from shared.contracts.segment import PAGE
+from shared.contracts.segment import PAGE, TensorCut
 from shared.dtypes import DTYPE_BITS, row_major
 from shared.errors import CheckpointInvalid
 from weights.formats.safetensors import MAX_DIMENSIONS, MAX_NAME, FileHeader, TensorEntry, is_absurd
@@ -275,7 +275,26 @@ def partition_of(index: Index, raw: bytes, where: str, rank: int = 0, ranks: int
             f"belongs to a model divided for {index.ranks} rank(s), and rank {rank} of {ranks} was asked for; convert the original "
             f"with --tensor-parallel {ranks}",
         )
-    partition = next(p for p in index.partitions if p.rank == rank)
-    entries = sorted((e for e in index.tensors if e.rank == rank), key=lambda e: (e.offset, e.size))
-    tensors = tuple(TensorEntry(e.name, e.dtype, e.shape, e.offset, e.size, e.sha256) for e in entries)
-    return RankPartition(partition.file, partition.size, FileHeader(tensors, raw))
+    return partitions_of(index, raw)[rank]
+
+
+def partitions_of(index: Index, raw: bytes) -> tuple[RankPartition, ...]:
+    """The files of all ranks, in their order."""
+    by_rank: list[list[Entry]] = [[] for _ in range(index.ranks)]
+    for entry in sorted(index.tensors, key=lambda e: (e.offset, e.size)):
+        by_rank[entry.rank].append(entry)
+    found = []
+    for partition in sorted(index.partitions, key=lambda p: p.rank):
+        tensors = tuple(
+            TensorEntry(e.name, e.dtype, e.shape, e.offset, e.size, e.sha256, _cut(e, index.ranks)) for e in by_rank[partition.rank]
+        )
+        found.append(RankPartition(partition.file, partition.size, FileHeader(tensors, raw)))
+    return tuple(found)
+
+
+def _cut(entry: Entry, ranks: int) -> TensorCut | None:
+    """Return the range of the whole tensor that an entry is: ranks have equal ones, in order."""
+    if entry.dim is None or not entry.shape[entry.dim]:
+        return None
+    length = entry.shape[entry.dim]
+    return TensorCut(dim=entry.dim, start=entry.rank * length, length=ranks * length)

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from shared.contracts.models import ModelInfo
+from shared.contracts.stages import RankOf
 from shared.dtypes import DTYPE_BITS
 from shared.errors import CheckpointInvalid, InvalidModel
 from weights.formats.architectures import Architecture, read_architecture
@@ -18,6 +19,7 @@ from weights.formats.checkpoint import TOKENIZERS, Checkpoint, parse_json, read_
 from weights.formats.lora_adapter import CONFIG as ADAPTER_CONFIG
 from weights.formats.lora_adapter import check_adapter_config, describe_adapter, is_adapter, linear_shapes
 from weights.formats.page_groups import whole_page_bytes
+from weights.formats.ranks import file_of_rank, rows_of_rank
 from weights.formats.root import check_inside
 from weights.formats.segment import lay_out
 from weights.formats.shape import shape_of
@@ -68,17 +70,24 @@ def describe(
         return describe_adapter(source, revision, checkpoint, directory)
     by_dtype: Counter[str] = Counter()
     parameters = 0
+    whole = checkpoint
+    if checkpoint.ranks > 1:
+        checkpoint = file_of_rank(checkpoint, RankOf(index=0, count=checkpoint.ranks))
     for file in checkpoint.files:
         # Tied tensors are one: they have the same bytes.
         for tensor in {(t.offset, t.nbytes): t for t in file.header.tensors}.values():
             by_dtype[tensor.dtype] += tensor.nbytes
-            parameters += math.prod(tensor.shape)
+            parameters += math.prod(tensor.shape) * (whole.ranks if tensor.cut is not None else 1)
     dtype = by_dtype.most_common(1)[0][0]
     if dtype not in DTYPES:
         raise InvalidModel(
             f"{source}: most weights are {dtype}; the builtin engine runs {', '.join(DTYPES.values())}: take the unquantised model"
         )
-    layout = lay_out(checkpoint, revision)
+    layout = lay_out(whole, revision)
+    config = parse_json(read_small(directory / CONFIG), str(directory / CONFIG))
+    tensors = [t for f in checkpoint.files for t in f.header.tensors]
+    divided = rows_of_rank(tensors, config, RankOf(index=0, count=2))
+    divided_bytes = sum(t.nbytes for t in tensors if t.name in divided) if whole.ranks == 1 else layout.total_bytes
     return ModelInfo(
         source=source,
         revision=revision,
@@ -93,11 +102,10 @@ def describe(
         kv_bytes_per_token=architecture.kv_elements_per_token * DTYPE_BITS[dtype] // 8,
         has_chat_template=_has_template(directory, present),
         files=len(checkpoint.files),
-        shape=shape_of(
-            parse_json(read_small(directory / CONFIG), str(directory / CONFIG)),
-            (t for f in checkpoint.files for t in f.header.tensors),
-        ),
-        layers=layer_sizes([t for f in checkpoint.files for t in f.header.tensors], len(layout.head)),
+        shape=shape_of(config, tensors),
+        layers=layer_sizes(tensors, len(layout.head)),
+        divided_bytes=divided_bytes,
+        ranks=whole.ranks,
         modules=linear_shapes(checkpoint),
         vocab_size=architecture.vocab_size,
         special_token_ids=special_token_ids(directory, present),

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from shared.contracts.segment import TensorCut
 from shared.dtypes import SAFETENSORS_BITS
 from shared.errors import CheckpointInvalid
 
@@ -33,7 +34,8 @@ class TensorEntry:
     """One tensor of a file.
 
     `offset` counts bytes from the start of the file; tied tensors have the same. `sha256` of its
-    bytes, in hex, is known of converted checkpoints only, else empty.
+    bytes, in hex, is known of converted checkpoints only, else empty. `cut`: the entry is a range
+    of the tensor, for one rank.
     """
 
     name: str
@@ -42,6 +44,7 @@ class TensorEntry:
     offset: int
     nbytes: int
     sha256: str = ""
+    cut: TensorCut | None = None
 
 
 @dataclass(frozen=True)

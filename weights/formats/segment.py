@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shared.contracts.segment import HEADER_BYTES, PAGE, SegmentHeader, SegmentIndex, SegmentTensor
 from shared.contracts.stages import LayerRange
 from weights.formats.checkpoint import Checkpoint, WeightFile
+from weights.formats.ranks import cut_tensors
 from weights.formats.safetensors import TensorEntry
 from weights.formats.stages import names_of_stage
 
@@ -67,22 +68,30 @@ def pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def lay_out(checkpoint: Checkpoint, weights_id: str, layers: LayerRange | None = None) -> Layout:
+def lay_out(
+    checkpoint: Checkpoint, weights_id: str, layers: LayerRange | None = None, rows: Mapping[str, range] | None = None
+) -> Layout:
     """The layout of `checkpoint`'s segment. Its size does not depend on `weights_id`.
 
     Args:
         layers: Only the tensors that a stage with these layers needs; None: all.
+        rows: The rows of some tensors that a rank needs (`ranks.rows_of_rank`).
 
     Raises:
         CheckpointInvalid: The checkpoint has no such layers.
     """
-    wanted = None if layers is None else names_of_stage([t.name for f in checkpoint.files for t in f.header.tensors], layers)
+    names = [t.name for f in checkpoint.files for t in f.header.tensors]
+    wanted = frozenset(names) if rows else None
+    if layers is not None:
+        wanted = names_of_stage(names, layers)
+    if rows:
+        checkpoint = cut_tensors(checkpoint, rows)
     # The index's own length moves the data, and the data's place is written in the index: grow the
     # room until both agree.
     data_offset = HEADER_BYTES
     while True:
         places = _places(checkpoint, data_offset, wanted)
-        index = _index(places).model_dump_json().encode()
+        index = _index(places).model_dump_json(exclude_none=True).encode()
         needed = HEADER_BYTES + pages(len(index))
         if needed <= data_offset:
             break
@@ -121,7 +130,7 @@ def _ranges(file: WeightFile, wanted: frozenset[str]) -> list[tuple[int, int]]:
 def _index(places: tuple[Place, ...]) -> SegmentIndex:
     return SegmentIndex(
         tensors=tuple(
-            SegmentTensor(name=t.name, dtype=t.dtype, shape=t.shape, offset=offset, nbytes=t.nbytes)
+            SegmentTensor(name=t.name, dtype=t.dtype, shape=t.shape, offset=offset, nbytes=t.nbytes, cut=t.cut)
             for place in places
             for t, offset in place.tensors
         ),

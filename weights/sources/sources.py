@@ -32,7 +32,7 @@ from weights.sources.open import is_remote, open_source
 from weights.sources.peer import PeerTier, same_files
 from weights.sources.peers import Peers, peers_first
 from weights.tiers.directory import DirectoryTier
-from weights.tiers.headers import bring_small_files, checkpoint_of
+from weights.tiers.headers import bring_small_files, every_rank_of
 from weights.tiers.http_client import redact_url
 from weights.tiers.port import Tier, TierFile
 
@@ -73,7 +73,7 @@ class Sources:
             directory = self.small_files(tier, trust_remote_code=trust_remote_code)
             present = _names(tier)
             architecture, _ = check_small_files(directory, present, trust_remote_code=trust_remote_code)
-            checkpoint = checkpoint_of(tier, directory)
+            checkpoint = every_rank_of(tier, directory)
             self._remember(tier)
             return describe(tier.source, tier.revision, architecture, checkpoint, directory, present)
         finally:
@@ -199,7 +199,7 @@ class Sources:
             CheckpointInvalid: The directory has changed since it was loaded as that revision.
         """
         directory = self.small_files(tier, trust_remote_code=trust_remote_code)
-        checkpoint = checkpoint_of(tier, directory)
+        checkpoint = every_rank_of(tier, directory)
         if registered is not None and tier.directory is not None and not is_remote(tier.source):
             self.own.check(registered, directory_revision(checkpoint, b""), directory)
         return directory, checkpoint

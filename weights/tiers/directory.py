@@ -12,7 +12,7 @@ from pathlib import Path
 from stat import S_ISDIR
 
 from shared.errors import CheckpointInvalid, InvalidModel
-from weights.formats.checkpoint import directory_revision, open_checkpoint, read_small
+from weights.formats.checkpoint import directory_revision, open_every_rank, read_small
 from weights.formats.inspect import CONFIG
 from weights.formats.lora_adapter import CONFIG as ADAPTER_CONFIG
 from weights.formats.root import check_inside, expand_user, mode_of
@@ -68,7 +68,7 @@ class DirectoryTier:
     @property
     def revision(self) -> str:
         if self._revision is None:
-            checkpoint = open_checkpoint(self._path)
+            checkpoint = open_every_rank(self._path)
             adapter = mode_of(self._path / CONFIG) is None and mode_of(self._path / ADAPTER_CONFIG) is not None
             self._revision = directory_revision(checkpoint, read_small(self._path / (ADAPTER_CONFIG if adapter else CONFIG)))
         return self._revision

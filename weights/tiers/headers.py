@@ -17,6 +17,7 @@ from weights.formats.checkpoint import (
     WeightFile,
     check_files,
     open_checkpoint,
+    open_every_rank,
     parse_index,
     read_small,
     weight_names,
@@ -88,6 +89,21 @@ def _checksum(path: Path, size: int) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _hash(path: Path, _inode: int, _mtime_ns: int, _ctime_ns: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def every_rank_of(tier: Tier, directory: Path) -> Checkpoint:
+    """The checked headers of the weight files, of all ranks of a divided model.
+
+    `directory`: where the small files lie. Raises `CheckpointInvalid`.
+    """
+    if tier.directory is not None:
+        return open_every_rank(tier.directory)
+    files = {file.name: file for file in tier.files()}
+    if converted.INDEX_NAME not in files:
+        return checkpoint_of(tier, directory)
+    raw = read_small(directory / converted.INDEX_NAME, converted.MAX_INDEX_BYTES)
+    found = converted.partitions_of(converted.parse_index(raw, f"{tier.source}/{converted.INDEX_NAME}"), raw)
+    return Checkpoint(directory, tuple(_partition(p, files, tier, directory) for p in found), len(found))
 
 
 def checkpoint_of(tier: Tier, directory: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:

@@ -122,7 +122,9 @@ class Vllm(Driver):
         if self.changes_model:
             found += ["--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION]
         if self._from_loader:
-            extra = {"socket": str(loader_socket(launch.settings.node_state)), "source": self.card.info.source}
+            extra: dict[str, Any] = {"socket": str(loader_socket(launch.settings.node_state)), "source": self.card.info.source}
+            if launch.rank is not None or self.card.info.ranks > 1:
+                extra["part"] = True  # the ranks of one node share all weights instead
             given["model_loader_extra_config"] = {**extra, **dict(given.get("model_loader_extra_config") or {})}
         return (*found, *flags(given))
 

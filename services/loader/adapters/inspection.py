@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import Executor
 
 from shared.contracts.models import ModelInfo, ModelSpec
+from shared.errors import CheckpointInvalid
 from weights.formats.foreign import describe_foreign
 from weights.formats.known_architectures import check_known
 from weights.sources.sources import Sources
@@ -22,8 +23,21 @@ def describe_model(spec: ModelSpec, sources: Sources) -> ModelInfo:
     """
     info = describe_foreign(spec) if spec.loads_itself else None
     info = info or sources.inspect(spec.source, trust_remote_code=spec.trust_remote_code)
+    _refuse_division(spec, info)
     check_known(spec, info)
     return info
+
+
+def _refuse_division(spec: ModelSpec, info: ModelInfo) -> None:
+    """Raise `CheckpointInvalid` for files divided for other ranks than the model has."""
+    if info.ranks == 1:
+        return
+    size = spec.engine_args.get("tensor_parallel_size", 1)
+    if spec.engine != "vllm" or spec.loads_itself or not spec.stages == info.ranks == size:
+        raise CheckpointInvalid(
+            f"{info.source} belongs to a model divided for {info.ranks} ranks. Use the original, or engine: vllm with stages: {info.ranks} "
+            f"and engine_args: load_format: thaw, tensor_parallel_size: {info.ranks}"
+        )
 
 
 class Inspections:

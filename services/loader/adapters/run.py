@@ -22,7 +22,9 @@ from shared.contracts.segment import ByteRange
 from shared.errors import CheckpointInvalid
 from shared.telemetry.timeline import Timeline
 from weights.cache.caching import CachingTier
-from weights.formats.checkpoint import Checkpoint
+from weights.formats.checkpoint import Checkpoint, parse_json, read_small
+from weights.formats.inspect import CONFIG
+from weights.formats.ranks import file_of_rank, rows_of_rank
 from weights.formats.segment import Layout, lay_out, pages
 from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import PoolMemory
@@ -120,8 +122,10 @@ class Run:
         try:
             layout = lay_out(checkpoint, order.weights_id)
             _check_size(order.card, layout)
-            if order.layers is not None:
-                layout = lay_out(checkpoint, order.weights_id, order.layers)
+            if checkpoint.ranks > 1:
+                layout = lay_out(file_of_rank(checkpoint, order.rank), order.weights_id, order.layers)
+            elif order.is_part:
+                layout = lay_out(checkpoint, order.weights_id, order.layers, _rows(order, checkpoint, directory))
             chunks, device = self._chunks(layout)
             self.region = Region(self.context.pool, chunks, layout.total_bytes)
             reading = time.monotonic()
@@ -176,7 +180,7 @@ class Run:
         def work() -> None:
             tier: Tier | None = None
             try:
-                follows = self.order.layers is None
+                follows = not self.order.is_part
                 tier = sources.open(card.info.source, card.info.revision, pinned=card.spec.pin, follows=follows)
                 opened = sources.checkpoint(tier, trust_remote_code=card.spec.trust_remote_code, registered=card.info.revision)
                 found.set_result((tier, *opened))
@@ -226,16 +230,15 @@ class Run:
         filling.write_head()
         self._report_indexed(tier, layout, directory, filling.loaded)
         self._read(tier, layout, region, filling, pieces, stats)
-        is_part = order.layers is not None
-        if not is_part:
+        if not order.is_part:
             tier.finish(self.cancelled)
         elif isinstance(tier, CachingTier):
             tier.finish_part()
         # The checksums of a remote source's files need every byte: only those of tensors are left.
-        if context.verify or (is_part and tier.directory is None):
+        if context.verify or (order.is_part and tier.directory is None):
             source = tier.source if tier.directory is None else None
             verify_region(layout, region, cancelled=self.cancelled, source=source)
-        if not is_part and is_remote(order.card.info.source):
+        if not order.is_part and is_remote(order.card.info.source):
             self.resident = ResidentFiles(order.card.info, tier.files(), layout, region, lambda: not self.is_removed)
 
     def _load_lacking(self, tier: Tier, layout: Layout, region: Region, directory: Path, stats: ReadStats, device: str) -> None:
@@ -340,6 +343,15 @@ class Run:
             "direct_bytes": stats.direct,
             "cached_bytes": stats.cached,
         }
+
+
+def _rows(order: StartRun, checkpoint: Checkpoint, directory: Path) -> dict[str, range]:
+    """Return the rows of tensors that the order's rank needs; none of an unknown architecture."""
+    path = directory / CONFIG
+    if order.rank is None or not path.is_file():
+        return {}
+    tensors = (t for f in checkpoint.files for t in f.header.tensors)
+    return rows_of_rank(tensors, parse_json(read_small(path), str(path)), order.rank)
 
 
 def _piece_bytes(tier: Tier, layout: Layout) -> int:

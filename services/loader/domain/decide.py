@@ -119,16 +119,16 @@ def _objection(state: State, event: Prepare | Attach) -> ThawError | None:
     if event.instance_id in state.released or instance_of(event.instance_id) in state.released:
         return StaleToken(f"Instance {event.instance_id} has released its weights; a new start has a new instance id")
     held = state.held_by(event.instance_id)
-    if held is not None and held.weights_id != part_id(event.card.info.revision, event.layers):
+    if held is not None and held.weights_id != part_id(event.card.info.revision, event.layers, event.rank):
         return Conflict(f"Instance {event.instance_id} holds the weights of {held.model} already")
     return None
 
 
 def _join(state: State, event: Prepare | Attach, now: float) -> Decision:
-    card, weights_id = event.card, part_id(event.card.info.revision, event.layers)
+    card, weights_id = event.card, part_id(event.card.info.revision, event.layers, event.rank)
     entry = joined_by(state, weights_id, event.instance_id, event.device)
     holder = _holder(entry, event, now)
-    wanted = Wanted(card, event.traceparent, holder.background, event.layers)
+    wanted = Wanted(card, event.traceparent, holder.background, event.layers, event.rank)
     if entry is None:
         entry = Entry(weights_id, card.name, 0, holders={event.instance_id: holder}, used_at=now)
         return start(state, entry, wanted)

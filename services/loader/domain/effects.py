@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import ModelCard
-from shared.contracts.stages import LayerRange
+from shared.contracts.stages import LayerRange, RankOf
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,12 @@ class StartRun:
     traceparent: str | None = None
     background: bool = False
     layers: LayerRange | None = None
+    rank: RankOf | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """True if only a part of the model's weights is wanted."""
+        return self.layers is not None or self.rank is not None
 
 
 @dataclass(frozen=True)

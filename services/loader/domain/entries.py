@@ -39,7 +39,7 @@ def start(state: State, entry: Entry, wanted: Wanted) -> tuple[State, tuple[Effe
         pinned=card.spec.pin,
         used_at=entry.used_at,
     )
-    order = StartRun(entry.weights_id, run, card, wanted.traceparent, wanted.background, wanted.layers)
+    order = StartRun(entry.weights_id, run, card, wanted.traceparent, wanted.background, wanted.layers, wanted.rank)
     return put(replace(state, runs=run), entry), (order,)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from services.loader.domain.state import Until
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import ModelCard
-from shared.contracts.stages import LayerRange
+from shared.contracts.stages import LayerRange, RankOf
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Prepare:
     background: bool = False
     device: str | None = None
     layers: LayerRange | None = None
+    rank: RankOf | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Attach:
         local: The holder is a connection, which the nodeagent does not know.
         device: The device that weights can be copied to; None: none.
         layers: Only what a stage with these layers needs; None: all weights.
+        rank: Only what this rank of a tensor-parallel group needs; None: whole tensors.
     """
 
     reply: int
@@ -43,6 +45,7 @@ class Attach:
     background: bool | None = None
     device: str | None = None
     layers: LayerRange | None = None
+    rank: RankOf | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Literal
 
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import ModelCard
-from shared.contracts.stages import LayerRange
+from shared.contracts.stages import LayerRange, RankOf
 from weights.pool.chunks import Chunks
 
 Until = Literal["index", "complete"]
@@ -98,11 +98,12 @@ class Wanted:
     traceparent: str | None = None
     background: bool = False
     layers: LayerRange | None = None
+    rank: RankOf | None = None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The weights of one model revision on this node, or the part of them that a stage needs.
+    """The weights of one model revision on this node, or the part that a stage or a rank needs.
 
     Attributes:
         run: Number of the load run; reports of earlier runs are stale.

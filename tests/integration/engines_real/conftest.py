@@ -157,13 +157,18 @@ def plugin_vllm(nats_server: NatsServer, model_directory: Path, tmp_path_factory
     yield from spawned_with_loader(plugin_card(model_directory), nats_server.url, tmp_path_factory.mktemp("plugin"))
 
 
+def spawn_loader(node: str, url: str, home: str, logs: Path) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "THAW_NATS_URL": url, "THAW_HOME": home, "THAW_NODE": node}
+    env |= {"THAW_DRAM_READY_BYTES": "0", "THAW_PRETOUCH": "off"}  # populating memory takes CPU seconds from the starts
+    with (logs / f"loader-{node}.log").open("wb") as log:
+        return subprocess.Popen([sys.executable, "-m", "services.loader"], env=env, stdout=log, stderr=log)
+
+
 def spawned_with_loader(card: ModelCard, url: str, logs: Path) -> Iterator[PluginEngine]:
     python = python_of("vllm")
     hosts = Hosts(None, f"real-{logs.name.replace('_', '-')}", url, logs)  # type: ignore[arg-type]  # only spawns
-    with tempfile.TemporaryDirectory(prefix="thaw-t-") as home, (logs / "loader.log").open("wb") as log:
-        env = {**os.environ, "THAW_NATS_URL": url, "THAW_HOME": home, "THAW_NODE": hosts.node}
-        env |= {"THAW_DRAM_READY_BYTES": "0", "THAW_PRETOUCH": "off"}  # populating memory takes CPU seconds from the starts
-        loader = subprocess.Popen([sys.executable, "-m", "services.loader"], env=env, stdout=log, stderr=log)
+    with tempfile.TemporaryDirectory(prefix="thaw-t-") as home:
+        loader = spawn_loader(hosts.node, url, home, logs)
         start = hosts.host(card, THAW_VLLM_PYTHON=python, THAW_HOME=home)
         found = PluginEngine(start, hosts, loader)
         yield found

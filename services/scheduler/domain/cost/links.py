@@ -30,8 +30,13 @@ def find_slowest(tier: str, device_id: str, status: LoaderStatus | None) -> floa
     source = link_of(tier, status.links)
     if source is not None and source.bytes_per_second:
         known = [source.bytes_per_second]
-    bus = next((link.bytes_per_second for link in status.links if link.link == f"bus:{device_id}"), None)
+    bus = find_bus(device_id, status)
     return min([b for b in (*known, bus) if b], default=None)
+
+
+def find_bus(device_id: str, status: LoaderStatus) -> float | None:
+    """Return the bandwidth of a device's own link; None: unknown, or it computes in host memory."""
+    return next((link.bytes_per_second for link in status.links if link.link == f"bus:{device_id}"), None)
 
 
 def peer_rate(status: LoaderStatus | None, peer: str, device_id: str) -> float:

@@ -9,7 +9,7 @@ updates the parameters after a measured start.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -25,14 +25,14 @@ from services.scheduler.domain.cost.formulas import (
     two_way_load_s,
 )
 from services.scheduler.domain.cost.learned import Parameter
-from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, find_slowest, peer_rate
+from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, find_bus, find_slowest, peer_rate
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.state.shared_weights import bytes_on_peers, separate_memory, weights_there
 from services.scheduler.domain.state.volatile import ANYWHERE, estimate_key
-from services.scheduler.domain.values import value
+from services.scheduler.domain.values import replace, value
 from shared.contracts.loader import LoaderStatus, WeightsOnDevice
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
@@ -175,6 +175,32 @@ class Forecast:
         if found is None:
             found = self._found[key] = self._compute_prediction(b if special else None, speed, leaving, attaches)
         return found
+
+    def predict_set(self, devices: Sequence[Booking], *, leaving: bool) -> Prediction:
+        """Return the prediction for devices of one node that load their parts at the same time.
+
+        1. A measured bandwidth is that of all parts together. 2. Else the link from the source
+        passes all bytes, and each device's own link its part. The slowest counts (ServerlessLLM
+        4.2).
+        """
+        first, found = devices[0], self.predict(devices[0], leaving=leaving)
+        loader = self._state.loaders.get(first.node)
+        if len(devices) == 1 or self._loads_itself or loader is None:
+            return found
+        tier, own = self._tier(first.node), learned_values(self._state, self.card.name, first.node)
+        if own.get(bandwidth(tier, first.device_id)) or own.get(bandwidth(tier)):  # 1
+            return found
+        status, parts = loader.status, parts_of(self.card, len(devices))
+        buses = [find_bus(b.device_id, status) for b in devices]
+        copying = max(load_s(nbytes, bus) if bus else 0.0 for nbytes, bus in zip(parts, buses, strict=True))
+        reading = 0.0
+        if tier != "dram":
+            speed = find_slowest(tier, "", status) or first.bytes_per_second or DEFAULT_BYTES_PER_SECOND
+            reading = load_s(self.card.info.weights_bytes, speed, found.queued_ms / 1e3)
+        load_ms = max(reading, copying) * 1e3  # 2
+        phases = {**found.phases, "load": load_ms, **({"fetch": load_ms} if tier == "remote" else {})}
+        ms = critical_path(phases)
+        return replace(found, phases=phases, ms=ms, cost=_cost(phases, ms, found.cost.spread_s * 1e3))
 
     def default_ms(self, bytes_per_second: float | None) -> float:
         """Return the milliseconds on an idle node of that bandwidth that is not a known node."""
@@ -385,6 +411,13 @@ def learned_values(state: ClusterState, model: str, node: str) -> Mapping[str, P
 def _phases(parameters: Mapping[str, Parameter]) -> dict[str, float]:
     """Return the milliseconds of those phases that load no weights."""
     return {k: p.value for k, p in parameters.items() if k in _FIXED}
+
+
+def parts_of(card: ModelCard, devices: int) -> list[int]:
+    """Return the bytes of each of an instance's devices: of its stage, or an equal share."""
+    if len(card.pipeline) == devices:
+        return [card.info.part_bytes(layers) for layers in card.pipeline]
+    return [-(-card.info.weights_bytes // devices)] * devices
 
 
 def on_device(status: LoaderStatus | None, revision: str, device_id: str) -> int:

@@ -17,17 +17,23 @@ from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Fetch
 from shared.contracts.loader import LoaderStatus, SegmentStatus
 from shared.contracts.models import ModelCard
-from shared.contracts.stages import LayerRange, part_id, whole_instance
+from shared.contracts.stages import LayerRange, RankOf, part_id, whole_instance
 
 
-def record_fetch(tx: Transaction, i: Instance, node: str, holder: str, card: ModelCard, layers: LayerRange | None = None) -> None:
-    """Record that a node fetches weights for an instance, or for a stage of it (1)."""
+def record_fetch(
+    tx: Transaction,
+    i: Instance,
+    node: str,
+    holder: str,
+    card: ModelCard,
+    layers: LayerRange | None = None,
+    rank: RankOf | None = None,
+) -> None:
+    """Record that a node fetches weights for an instance, or for a stage or a rank of it (1)."""
     model = tx.state.models.get(i.model)
     if model is None or "://" not in card.info.source or card.spec.loads_itself or not Forecast(tx.state, card).fetches(node):
         return
-    sizes = card.info.layers
-    nbytes = card.info.weights_bytes if layers is None or sizes is None else min(card.info.weights_bytes, sizes.bytes_of(layers))
-    weights_id = part_id(card.info.revision, layers)
+    nbytes, weights_id = card.info.part_bytes(layers, rank), part_id(card.info.revision, layers, rank)
     tx.put(Fetch(holder, node, i.model, weights_id, float(nbytes), _compute_deadline(tx, i, model), tx.now))
 
 

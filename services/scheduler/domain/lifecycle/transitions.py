@@ -42,10 +42,11 @@ from shared.contracts import subjects
 from shared.contracts.admin import ModelAwake
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import PrepareWeights, ReleaseWeights
+from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, InstanceStatus, ResumeInstance, StartInstance, StopInstance, SuspendInstance
 from shared.contracts.phases import PhaseSpan
 from shared.contracts.plans import Candidate, PlanRecord
-from shared.contracts.stages import GroupPlace, stage_holder
+from shared.contracts.stages import DevicePart, GroupPlace, stage_holder
 from shared.sizing import need_of
 
 
@@ -230,19 +231,7 @@ def send_start(tx: Transaction, instance: Instance) -> None:
     plan = tx.state.plans.get(sent.plan_id)
     grant = granted_devices(tx, model, sent, plan)
     if not model.card.spec.loads_itself and not grant:  # else the node does so, for the device that it chooses
-        # Other engines take the weights from host memory.
-        maps_units = model.card.spec.engine == "builtin"
-        for index, layers in enumerate(model.card.pipeline or (None,)):
-            prepare = PrepareWeights(
-                token=sent.token,
-                instance_id=stage_holder(sent.instance_id, index),
-                card=model.card,
-                traceparent=sent.traceparent,
-                device=sent.device_ids[index] if maps_units else None,
-                layers=layers,
-                background=sent.trigger == CONSOLIDATION,
-            )
-            tx.emit(SendPrepare(sent.node, prepare))
+        tx.emit(SendPrepare(sent.node, _prepare_devices(sent, model.card)))
     command = StartInstance(
         template=plan.chosen.template if plan is not None and plan.chosen is not None else None,
         token=sent.token,
@@ -261,6 +250,31 @@ def send_start(tx: Transaction, instance: Instance) -> None:
     tx.emit(SendStart(sent.node, command, sent.requested_at, sent.planned_at, tx.now > sent.planned_at))
 
 
+def _prepare_devices(i: Instance, card: ModelCard) -> PrepareWeights:
+    """Return the order to load an instance's weights to all of its devices at the same time."""
+    maps_units = card.spec.engine == "builtin"  # other engines take the weights from host memory
+    if card.info.ranks > 1:  # its files have no whole weights for the ranks to share
+        ranks = enumerate(card.ranks)
+        parts = tuple(DevicePart(holder=stage_holder(i.instance_id, index), rank=rank) for index, rank in ranks)
+    else:
+        devices = i.device_ids if maps_units else (None,) * len(i.device_ids)
+        stages = enumerate(card.pipeline or (None,))
+        parts = tuple(
+            DevicePart(holder=stage_holder(i.instance_id, index), device=devices[index], layers=layers) for index, layers in stages
+        )
+    return PrepareWeights(
+        token=i.token,
+        instance_id=i.instance_id,
+        card=card,
+        traceparent=i.traceparent,
+        device=parts[0].device,
+        layers=parts[0].layers,
+        rank=parts[0].rank,
+        parts=parts if len(parts) > 1 else (),
+        background=i.trigger == CONSOLIDATION,
+    )
+
+
 def _send_group(tx: Transaction, model: Model, first: Instance, later: list[LaterStage]) -> None:
     """Send the starts of all stages of a group on several nodes, each to its node and loader."""
     group, card = first.instance_id, model.card.in_stages(len(later) + 1)
@@ -270,10 +284,12 @@ def _send_group(tx: Transaction, model: Model, first: Instance, later: list[Late
         mark_queued(tx, stage.stage_id)
         places.append((stage.stage_id, stage.node, stage.device_id, tx.next_token()))
     for index, (instance_id, node, device_id, token) in enumerate(places):
-        layers = card.stages[index]
-        _prepare_stage(
-            tx, first, PrepareWeights(token=token, instance_id=instance_id, card=card, device=device_id, layers=layers), node
-        )
+        layers, prepare = card.stages[index], PrepareWeights(token=token, instance_id=instance_id, card=card)
+        if card.pipeline:
+            prepare = prepare.model_copy(update={"device": device_id, "layers": layers})
+        elif card.ranks:
+            prepare = prepare.model_copy(update={"rank": card.ranks[index]})
+        _prepare_stage(tx, first, prepare, node)
         command = StartInstance(
             token=token,
             plan_id=first.plan_id,
@@ -290,16 +306,10 @@ def _send_group(tx: Transaction, model: Model, first: Instance, later: list[Late
 
 
 def _prepare_stage(tx: Transaction, first: Instance, prepare: PrepareWeights, node: str) -> None:
-    """Have a node's loader prepare a stage's part; all of the weights for a rank of vLLM.
-
-    Each rank takes its share of every tensor.
-    """
-    spec = prepare.card.spec
-    if spec.loads_itself:
+    """Have a node's loader prepare the part of a stage, or of a rank of vLLM."""
+    if prepare.card.spec.loads_itself:
         return
-    if not prepare.card.pipeline:
-        prepare = prepare.model_copy(update={"device": None, "layers": None})
-    record_fetch(tx, first, node, prepare.instance_id, prepare.card, prepare.layers)
+    record_fetch(tx, first, node, prepare.instance_id, prepare.card, prepare.layers, prepare.rank)
     tx.emit(SendPrepare(node, prepare.model_copy(update={"traceparent": first.traceparent})))
 
 

@@ -60,10 +60,12 @@ def _list_obstacles(tx: Transaction, r: PlacementRequest) -> list[Candidate | Fe
 
 
 def card_of_parts(card: ModelCard, parts: int) -> ModelCard:
-    """Return the card with the bytes of `parts` of its stages, as the largest of them has."""
-    layers, stages = card.info.layers, card.stages
-    if layers is None or not stages:
+    """Return the card with the bytes of `parts` of its stages or ranks, each the largest one."""
+    if not card.stages:
         return card
-    largest = max(layers.bytes_of(s) for s in stages)
+    if card.ranks and not card.spec.loads_itself:
+        largest = max(card.info.part_bytes(None, rank) for rank in card.ranks)
+    else:
+        largest = max(card.info.part_bytes(s) for s in card.stages)
     weights = min(card.info.weights_bytes, parts * largest)
     return card.model_copy(update={"info": card.info.model_copy(update={"weights_bytes": weights})})

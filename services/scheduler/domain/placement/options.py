@@ -95,7 +95,7 @@ def load_option(tx: Transaction, r: PlacementRequest, devices: tuple[Booking, ..
             r.need_bytes,
             f"needs {gib(r.need_bytes)} on each device, and the serving instances there have no migration target",
         )
-    prediction = r.forecast.predict(devices[0], leaving=clearance is not NOTHING_TO_CLEAR)
+    prediction = r.forecast.predict_set(devices, leaving=clearance is not NOTHING_TO_CLEAR)
     option = _load(tx, tuple([f.device for f in fits]), prediction, clearance)
     ids = tuple([b.device_id for b in devices])
     return FeasiblePlacement(option, devices[0].node, ids, r.need_bytes, prediction, list_shortfalls(fits))
@@ -342,7 +342,7 @@ def device_sets(tx: Transaction, r: PlacementRequest) -> Iterator[tuple[Booking,
         # Devices of one kind, in the order in which the engine counts them.
         chosen = tuple(sorted(usable, key=lambda b: (len(b.device_id), b.device_id)))
         worst = max(_rank(tx, r, b) for b in usable)
-        ranked.append((worst, r.forecast.predict(chosen[0], leaving=False).ms, node.name, chosen))
+        ranked.append((worst, r.forecast.predict_set(chosen, leaving=False).ms, node.name, chosen))
     ranked.sort(key=lambda found: found[:3])
     return (chosen for *_, chosen in ranked)
 

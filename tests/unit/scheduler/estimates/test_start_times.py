@@ -204,3 +204,35 @@ def test_plan_records_prediction_and_error(w: World) -> None:
     assert record.chosen.took_ms == pytest.approx(2000)
     assert record.chosen.predicted_ms is not None
     assert record.chosen.error_ms == pytest.approx(2000 - record.chosen.predicted_ms)
+
+
+@pytest.mark.parametrize(
+    ("source", "buses", "seconds"),
+    [
+        (1e9, (1e8, 2e8), WEIGHTS / 2 / 1e8),  # the slower device's link, with its half
+        (1e8, (1e8, 2e8), WEIGHTS / 1e8),  # the source's link, with all bytes
+        (1e8, (1e9, 1e9), WEIGHTS / 1e8),
+        (1e9, (2e8, 1e8), WEIGHTS / 2 / 1e8),
+    ],
+)
+def test_devices_of_a_node_load_their_parts_at_the_same_time(
+    w: World, source: float, buses: tuple[float, float], seconds: float
+) -> None:
+    w.node("wide", 4000 * MIB, devices=("cpu:0", "cpu:1"))
+    links = [LinkStatus(link="ssd:/models", bytes_per_second=source, loads=0)]
+    links += [LinkStatus(link=f"bus:cpu:{i}", bytes_per_second=bus, loads=0) for i, bus in enumerate(buses)]
+    w.loader("wide", (), links=tuple(links))
+    devices = [booking_of(w.state, "wide", f"cpu:{i}") for i in range(2)]
+    found = Forecast(w.state, w.state.models["a"].card, w.now).predict_set(devices, leaving=False)
+    assert found.phases["load"] == pytest.approx(seconds * 1e3)
+    assert found.ms >= found.phases["load"]
+    assert found.cost.total_s == pytest.approx(found.ms / 1e3)
+
+
+def test_learned_bandwidth_is_that_of_all_devices_together(w: World) -> None:
+    w.node("wide", 4000 * MIB, devices=("cpu:0", "cpu:1"))
+    teach(w.state, plan(span(Phase.LOAD, 2000), node="wide", device_ids=("cpu:0", "cpu:1")))
+    w.loader("wide", (), links=(LinkStatus(link="bus:cpu:0", bytes_per_second=1e6, loads=0),))
+    devices = [booking_of(w.state, "wide", f"cpu:{i}") for i in range(2)]
+    forecast = Forecast(w.state, w.state.models["a"].card, w.now)
+    assert forecast.predict_set(devices, leaving=False) == forecast.predict(devices[0], leaving=False)

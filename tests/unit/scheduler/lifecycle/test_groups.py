@@ -15,6 +15,7 @@ from services.scheduler.domain.state.volatile import LaterStage
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import LayerSizes, ModelSpec
 from shared.contracts.node import InstanceState
+from shared.contracts.stages import RankOf
 from shared.errors import EngineFailed, EngineKilled, InsufficientMemory
 from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.world import Running, World
@@ -23,14 +24,17 @@ STAGES = 2
 BUDGET = 500 * MIB
 
 
-def make(nodes: int = 3, budget: int = BUDGET, stages: int = STAGES, **options: Any) -> World:
-    """Return a world of nodes with one device of `budget` bytes, and a model in stages."""
+def make(nodes: int = 3, budget: int = BUDGET, stages: int = STAGES, ranks: int = 1, **options: Any) -> World:
+    """Return a world of nodes with one device of `budget` bytes, and a model in stages.
+
+    `ranks`: those that its files are divided for.
+    """
     w = World()
     for n in range(nodes):
         w.node(f"n{n}", budget)
     spec = ModelSpec(name="m", source="/m/m", stages=stages, max_concurrency=1, **options)
     layers = LayerSizes(count=8, embedding_bytes=MIB, layer_bytes=20 * MIB, head_bytes=MIB)
-    info = model_info(spec.source, 160 * MIB).model_copy(update={"layers": layers})
+    info = model_info(spec.source, 160 * MIB).model_copy(update={"layers": layers, "ranks": ranks})
     answer = w.admin(AddModelsRequested(w.now, "add", (spec,), {"m": info}, False))
     assert not isinstance(answer, ErrorBody), answer
     return w
@@ -272,11 +276,61 @@ def test_omitted_stage_is_gone() -> None:
     assert later not in w.state.later_stages
 
 
-@pytest.mark.parametrize(("engine_args", "prepared"), [({}, 0), ({"load_format": "thaw"}, STAGES)])
-def test_ranks_of_vllm_are_started_like_stages_and_each_reads_all_weights(engine_args: dict[str, Any], prepared: int) -> None:
-    w = started(engine="vllm", memory=100 * MIB, engine_args={"tensor_parallel_size": STAGES, **engine_args})
+@pytest.mark.parametrize("loads_itself", [True, False])
+def test_each_rank_of_vllm_has_its_part_prepared_unless_it_loads_by_itself(loads_itself: bool) -> None:
+    more = {} if loads_itself else {"load_format": "thaw"}
+    w = started(engine="vllm", memory=100 * MIB, engine_args={"tensor_parallel_size": STAGES, **more})
     starts = w.starts("m")
     assert len({s.node for s in starts}) == STAGES
     assert [s.command.reserve_bytes for s in starts] == [50 * MIB] * STAGES
-    prepares = [e.command for e in w.sent(SendPrepare)]
-    assert [(p.layers, p.device) for p in prepares] == [(None, None)] * prepared
+    prepares = [(e.node, e.command.layers, e.command.device, e.command.rank) for e in w.sent(SendPrepare)]
+    expected = [(s.node, None, None, RankOf(index=i, count=STAGES)) for i, s in enumerate(starts)]
+    assert prepares == ([] if loads_itself else expected)
+
+
+def test_pipeline_ranks_of_vllm_have_whole_tensors() -> None:
+    args = {"pipeline_parallel_size": STAGES, "load_format": "thaw"}
+    w = started(engine="vllm", memory=100 * MIB, engine_args=args)
+    assert [e.command.rank for e in w.sent(SendPrepare)] == [None] * STAGES
+
+
+def test_load_of_a_rank_is_predicted_with_the_bytes_of_its_part() -> None:
+    args = {"tensor_parallel_size": STAGES, "load_format": "thaw"}
+    w = make(engine="vllm", memory=100 * MIB, engine_args=args)
+    card = w.state.models["m"].card
+    card = card.model_copy(update={"info": card.info.model_copy(update={"divided_bytes": 100 * MIB})})
+    assert card_of_parts(card, 1).info.weights_bytes == 110 * MIB
+    assert card_of_parts(card, 2).info.weights_bytes == 160 * MIB
+    itself = card.model_copy(update={"spec": card.spec.model_copy(update={"engine_args": {"tensor_parallel_size": STAGES}})})
+    assert card_of_parts(itself, 1).info.weights_bytes == 81 * MIB
+
+
+def test_devices_of_one_node_are_prepared_by_one_message() -> None:
+    w = make(nodes=0)
+    w.node("n", BUDGET, devices=("cpu:0", "cpu:1"))
+    w.demand("m")
+    [start] = w.starts("m")
+    [prepare] = [e.command for e in w.sent(SendPrepare)]
+    layers = w.state.models["m"].card.pipeline
+    instance = start.command.instance_id
+    assert [(p.holder, p.device, p.layers, p.rank) for p in prepare.parts] == [
+        (instance, "cpu:0", layers[0], None),
+        (f"{instance}+s1", "cpu:1", layers[1], None),
+    ]
+    assert (prepare.instance_id, prepare.device, prepare.layers) == (instance, "cpu:0", layers[0]), "for an earlier loader"
+
+
+def test_ranks_of_a_divided_model_have_a_part_each_on_one_node_too() -> None:
+    """Its files have no whole weights that the ranks of a node could share."""
+    w = make(
+        nodes=0, engine="vllm", memory=100 * MIB, engine_args={"tensor_parallel_size": STAGES, "load_format": "thaw"}, ranks=STAGES
+    )
+    w.node("n", BUDGET, devices=("cpu:0", "cpu:1"))
+    w.demand("m")
+    [start] = w.starts("m")
+    [prepare] = [e.command for e in w.sent(SendPrepare)]
+    instance = start.command.instance_id
+    ranks = [RankOf(index=i, count=STAGES) for i in range(STAGES)]
+    found = [(p.holder, p.device, p.layers, p.rank) for p in prepare.parts]
+    assert found == [(instance, None, None, ranks[0]), (f"{instance}+s1", None, None, ranks[1])]
+    assert (prepare.device, prepare.rank) == (None, ranks[0])

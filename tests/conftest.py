@@ -22,8 +22,8 @@ from tests.support.examples import examples
 from tests.support.reaping import tie_to_this_process
 from tests.support.servers import NatsServer, PostgresServer
 
-# libgomp reads it when torch is imported, which is while tests are collected. Threads that spin
-# while they wait took ten times the CPU time of small tensors' operations.
+# libgomp reads it when torch is imported, which is while tests are collected. On a busy machine,
+# threads that spin while they wait take several times the CPU time of operations on small tensors.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from urllib.parse import urlsplit, urlunsplit
 
@@ -9,7 +10,7 @@ import pytest
 from alembic import command
 from sqlalchemy import text
 
-from services.scheduler.adapters.database import alembic_config, connect, migrate, open_connection, plain_url
+from services.scheduler.adapters.database import NEWEST_REVISION, alembic_config, connect, migrate, open_connection, plain_url
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.cost.learned import Parameter
@@ -190,6 +191,17 @@ async def test_a_schema_that_is_up_to_date_is_not_upgraded(database_url: str, mo
             await migrate(engine)
     finally:
         await engine.dispose()
+
+
+async def test_schedulers_that_start_at_once_upgrade_one_after_the_other(database_url: str) -> None:
+    engines = [connect(database_url) for _ in range(3)]
+    try:
+        await asyncio.gather(*map(migrate, engines))
+        async with engines[0].connect() as connection:
+            assert await connection.scalar(text("SELECT version_num FROM alembic_version")) == NEWEST_REVISION
+    finally:
+        for engine in engines:
+            await engine.dispose()
 
 
 async def test_models_of_an_earlier_version_keep_a_process_of_their_own(migrated_url: str) -> None:

@@ -157,7 +157,9 @@ def _server_for(module: str, arguments: list[str], environment: Mapping[str, str
                 *_STUBS,
                 *(ENGINES if has_torch else ()),
             )
-            server = ForkServer(modules, os.environ | {"PYTHONUNBUFFERED": "1"}, ROOT, program=SERVER)
+            # OpenBLAS starts threads when NumPy is imported; a process with threads cannot fork.
+            read = os.environ | {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
+            server = ForkServer(modules, read, ROOT, program=SERVER)
             _servers[has_torch] = server
             assert server.await_ready(_READY_WITHIN_S), "the tests' fork server ended, or imports for two minutes"
         return _servers[has_torch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import gc
 import itertools
@@ -17,12 +18,20 @@ from xdist.remote import Producer
 
 from tests.support import forking, what_ran
 from tests.support.by_folder import ByFolder
+from tests.support.examples import examples
 from tests.support.reaping import tie_to_this_process
 from tests.support.servers import NatsServer, PostgresServer
 
+# libgomp reads it when torch is imported, which is while tests are collected. On a busy machine,
+# threads that spin while they wait take several times the CPU time of operations on small tensors.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 # A slow machine makes examples exceed any deadline. Each run has the same examples, so that what
 # fails fails again; `make test-long` looks for others.
-hypothesis.settings.register_profile("thaw", deadline=None, derandomize="THAW_TEST_RANDOM" not in os.environ)
+hypothesis.settings.register_profile(
+    "thaw", max_examples=examples(100), deadline=None, derandomize="THAW_TEST_RANDOM" not in os.environ
+)
 hypothesis.settings.load_profile("thaw")
 _databases = itertools.count(1)
 _WHOLE_MESHES = ("tests/e2e/", "tests/chaos/", "tests/integration/launcher/")
@@ -117,3 +126,25 @@ def postgres_server() -> Iterator[PostgresServer]:
 def database_url(postgres_server: PostgresServer) -> str:
     """Create an empty database."""
     return postgres_server.create_database(f"test_{next(_databases)}")
+
+
+@pytest.fixture(scope="session")
+def schema(postgres_server: PostgresServer) -> str:
+    """Create a database with the scheduler's newest schema, for copies; return its name."""
+    from services.scheduler.adapters.database import connect, migrate
+
+    async def run(url: str) -> None:
+        engine = connect(url)
+        try:
+            await migrate(engine)
+        finally:
+            await engine.dispose()
+
+    asyncio.run(run(postgres_server.create_database("newest_schema")))
+    return "newest_schema"
+
+
+@pytest.fixture
+def migrated_url(postgres_server: PostgresServer, schema: str) -> str:
+    """Create a database with the newest schema: a copy costs a fifth of all migrations."""
+    return postgres_server.create_database(f"test_{next(_databases)}", schema)

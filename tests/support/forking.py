@@ -31,8 +31,10 @@ ENGINES = ("services.engine", "services.engine.zygote", "tests.support.faulty_zy
 _TORCH_USERS = ("bench.loader_case", "tests.support.mapped_gpu_units")
 """Other modules that import torch; a fork server does not import these themselves."""
 _LIGHT = (*SERVICES, "services.enginehost", "thaw.cli.app", "thaw.launcher.supervisor")
+_TOOLS = ("simulator", "weights.load", "weights.convert")
+"""What the command line and the gateway run as processes of their own."""
 _STUBS = ("tests.support.stub_engine", "tests.support.stub_zygote", "tests.support.stopping_loader")
-FORKED = (*_LIGHT, *_STUBS, *ENGINES, *_TORCH_USERS)
+FORKED = (*_LIGHT, *_TOOLS, *_STUBS, *ENGINES, *_TORCH_USERS)
 _COMMANDS = tuple(f"thaw.cli.{name}" for name in ("up", "keys", "models", "ps", "doctor", "logs"))
 """Modules that the command line imports when they are used."""
 _LIBRARIES = "tests.support.engine_libraries"
@@ -147,8 +149,17 @@ def _server_for(module: str, arguments: list[str], environment: Mapping[str, str
         if module == "thaw.cli.app" and True in _servers:
             has_torch = True
         if has_torch not in _servers:
-            modules = (*((_LIBRARIES,) if has_torch else ()), *_LIGHT, *_COMMANDS, *_STUBS, *(ENGINES if has_torch else ()))
-            server = ForkServer(modules, os.environ | {"PYTHONUNBUFFERED": "1"}, ROOT, program=SERVER)
+            modules = (
+                *((_LIBRARIES,) if has_torch else ()),
+                *_LIGHT,
+                *_TOOLS,
+                *_COMMANDS,
+                *_STUBS,
+                *(ENGINES if has_torch else ()),
+            )
+            # OpenBLAS starts threads when NumPy is imported; a process with threads cannot fork.
+            read = os.environ | {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
+            server = ForkServer(modules, read, ROOT, program=SERVER)
             _servers[has_torch] = server
             assert server.await_ready(_READY_WITHIN_S), "the tests' fork server ended, or imports for two minutes"
         return _servers[has_torch]

@@ -18,7 +18,7 @@ def tie_to_this_process() -> None:
     token = secrets.token_hex(8)
     environment = {k: v for k, v in os.environ.items() if k != VARIABLE}  # belongs to an earlier run, and must outlive it
     reading, _held_until_the_end = os.pipe()
-    argv = [sys.executable, "-I", reaper.__file__, f"{VARIABLE}={token}", ""]
+    argv = [sys.executable, "-IS", reaper.__file__, f"{VARIABLE}={token}", ""]
     subprocess.run(argv, stdin=reading, env=environment, start_new_session=True, check=True, timeout=_WITHIN_S)
     os.close(reading)
     os.environ[VARIABLE] = token

@@ -196,9 +196,10 @@ class PostgresServer:
         """Return psql's output for a statement, without decoration."""
         return self._run("psql", "-h", str(self.directory), "-p", str(self.port), "-U", "postgres", "-qAtc", statement)
 
-    def create_database(self, name: str) -> str:
-        """Create an empty database; return its URL."""
-        self._run("createdb", "-h", str(self.directory), "-p", str(self.port), "-U", "postgres", name)
+    def create_database(self, name: str, template: str | None = None) -> str:
+        """Create a database, empty or as a copy of another one, and return its URL."""
+        options = [] if template is None else ["-T", template]
+        self._run("createdb", "-h", str(self.directory), "-p", str(self.port), "-U", "postgres", *options, name)
         return self.url.rsplit("/", 1)[0] + "/" + name
 
     def close(self) -> None:

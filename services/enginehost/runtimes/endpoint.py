@@ -147,7 +147,7 @@ def _sweep(parent: Path) -> None:
 @cache
 def can_isolate() -> bool:
     """True if this node can create a network namespace with a loopback."""
-    argv = [sys.executable, "-I", spawn.__file__, "--try-network"]
+    argv = [sys.executable, "-IS", spawn.__file__, "--try-network"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(argv, capture_output=True, timeout=_TRIAL_WITHIN_S, check=False).returncode == 0
     return False

@@ -218,7 +218,7 @@ def _network(endpoint: Endpoint, port: int) -> str:
 def _spawn(
     command: Command, env: Mapping[str, str], cgroup_procs: str | None, niceness: int, network: str
 ) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-I", str(_SPAWN), str(os.getpid()), cgroup_procs or "", str(niceness), network, "--", *command.argv]
+    argv = [sys.executable, "-IS", str(_SPAWN), str(os.getpid()), cgroup_procs or "", str(niceness), network, "--", *command.argv]
     return subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
 
 
@@ -229,7 +229,7 @@ def _start_reaper(token: str, cgroup_procs: str) -> int:
     """
     reading, reaper_pipe = os.pipe()
     try:
-        argv = [sys.executable, "-I", str(_REAPER), f"{reaper.VARIABLE}={token}", cgroup_procs]
+        argv = [sys.executable, "-IS", str(_REAPER), f"{reaper.VARIABLE}={token}", cgroup_procs]
         subprocess.run(argv, stdin=reading, start_new_session=True, check=True, timeout=_REAPER_WITHIN_S)
     except BaseException:
         os.close(reaper_pipe)

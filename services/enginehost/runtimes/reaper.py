@@ -1,4 +1,4 @@
-"""Reaper: `python -I reaper.py NAME=TOKEN CGROUP_FILES`.
+"""Reaper: `python -IS reaper.py NAME=TOKEN CGROUP_FILES`.
 
 It ends what is left of an engine after its host has died.
 

@@ -1,4 +1,4 @@
-"""Relay: `python -I relay.py DESCRIPTOR PORT`.
+"""Relay: `python -IS relay.py DESCRIPTOR PORT`.
 
 It forwards connections of a Unix socket to a port of the loopback.
 

@@ -1,6 +1,6 @@
 """Becomes an engine's program, bound to its host.
 
-Run `python -I spawn.py PARENT CGROUP_FILES NICENESS NETWORK -- PROGRAM ARGUMENT…`.
+Run `python -IS spawn.py PARENT CGROUP_FILES NICENESS NETWORK -- PROGRAM ARGUMENT…`.
 
 It joins the control groups whose `cgroup.procs` files are given (separated by colons), sets the
 niceness, enters a network namespace if NETWORK requests one, asks the kernel to kill it when its
@@ -9,7 +9,7 @@ neither the host's modules nor code between fork and exec.
 
 NETWORK is empty for the machine's network, `own` for a namespace with only a loopback, or
 `PORT:SOCKET` for one with a relay from the Unix socket SOCKET to that port of the loopback.
-`python -I spawn.py --try-network` exits with 0 where that is possible.
+`python -IS spawn.py --try-network` exits with 0 where that is possible.
 """
 
 import ctypes
@@ -94,7 +94,7 @@ def _relay(path: str, port: str) -> None:
             os._exit(0)
         listener.set_inheritable(True)
         program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "relay.py")  # noqa: PTH100, PTH118, PTH120
-        os.execv(sys.executable, [sys.executable, "-I", program, str(listener.fileno()), port])
+        os.execv(sys.executable, [sys.executable, "-IS", program, str(listener.fileno()), port])
     os.waitpid(child, 0)
     listener.close()
 

@@ -24,9 +24,6 @@ from tests.support.servers import NatsServer
 if TYPE_CHECKING:
     from tests.integration.engine.test_families import LoadedModel
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 
 @pytest.fixture(scope="session")
 def demo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:

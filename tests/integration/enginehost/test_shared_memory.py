@@ -44,7 +44,7 @@ def of_another() -> Iterator[SharedMemory]:
 def test_shared_memory_of_a_killed_engine_is_removed_and_that_of_others_kept(of_another: SharedMemory) -> None:
     token = secrets.token_hex(8)
     reading, writing = os.pipe()
-    argv = [sys.executable, "-I", reaper.__file__, f"{reaper.VARIABLE}={token}", ""]
+    argv = [sys.executable, "-IS", reaper.__file__, f"{reaper.VARIABLE}={token}", ""]
     subprocess.run(argv, stdin=reading, start_new_session=True, check=True, timeout=30)
     os.close(reading)
     engine = subprocess.Popen(

@@ -112,10 +112,10 @@ def tracing() -> None:
 
 
 @pytest.fixture
-async def site(own_nats: NatsServer, database_url: str, tmp_path: Path) -> AsyncIterator[Site]:
+async def site(own_nats: NatsServer, migrated_url: str, tmp_path: Path) -> AsyncIterator[Site]:
     settings = SchedulerSettings(
         nats_url=SecretStr(own_nats.url),
-        database_url=SecretStr(database_url),
+        database_url=SecretStr(migrated_url),
         min_active=0.2,
         preempt_after=3.0,
         home=tmp_path / "home",

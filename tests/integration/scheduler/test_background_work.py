@@ -38,8 +38,8 @@ PRICES = Prices(
 
 
 @pytest.fixture
-async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
-    engine = connect(database_url)
+async def engine(migrated_url: str) -> AsyncIterator[AsyncEngine]:
+    engine = connect(migrated_url)
     await migrate(engine)
     yield engine
     await engine.dispose()
@@ -70,10 +70,10 @@ async def by_key(ledger: Ledger, *by: Any) -> dict[Any, Counts]:
 
 
 async def test_requests_that_needed_the_memory_share_the_work_and_owners_pay_for_the_rest(
-    engine: AsyncEngine, database_url: str
+    engine: AsyncEngine, migrated_url: str
 ) -> None:
     ledger, repository, state = Ledger(engine, PRICES), Repository(engine), owned(small="team", large="boss")
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         await repository.commit(term.epoch, [Put(plan("p", "large", measured_ms=0.0)), Put(plan("q", "large", measured_ms=0.0))])
         used = Counts(requests=1, compute_cuda_us=1_000_000)
         own = ReportUsage(
@@ -127,7 +127,7 @@ async def test_requests_that_needed_the_memory_share_the_work_and_owners_pay_for
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_the_sum_over_keys_is_what_the_engines_worked(
-    engine: AsyncEngine, database_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
+    engine: AsyncEngine, migrated_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Engines work, restart under their ids and end; statuses overtake each other; leaders end."""
     rng = random.Random(seed)
@@ -147,7 +147,7 @@ async def test_the_sum_over_keys_is_what_the_engines_worked(
             raise SQLAlchemyError
 
     for _ in range(3):  # terms of leaders
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
             await repository.commit(term.epoch, [Put(plan(p, rng.choice("abc"), measured_ms=0.0)) for p in plans])
             meter = HeldMemory(ledger, state, term.epoch, longest_s=5.0)
             await meter.load()
@@ -181,7 +181,7 @@ async def test_the_sum_over_keys_is_what_the_engines_worked(
             assert sum(r.counts.compute_cuda_us for r in rows) == pytest.approx(worked * 1e6, abs=len(rows))
 
 
-async def test_cached_weights_are_charged_to_the_owners_of_their_models(engine: AsyncEngine, database_url: str) -> None:
+async def test_cached_weights_are_charged_to_the_owners_of_their_models(engine: AsyncEngine, migrated_url: str) -> None:
     """The sum over models is the integral of the host memory that the loader reports."""
     w = World()
     w.node()
@@ -198,7 +198,7 @@ async def test_cached_weights_are_charged_to_the_owners_of_their_models(engine: 
         CachedModel(weights_id=alone, tier="ssd", nbytes=50 * gib),
     )
     first = LoaderStatus(node="n", boot_id="b", cached=cached, dram_bytes=7 * gib)
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         meter = HeldMemory(ledger, w.state, term.epoch, longest_s=2 * HOUR_S)
         await meter.load()
         meter.on_loader_status(first, START)
@@ -213,7 +213,7 @@ async def test_cached_weights_are_charged_to_the_owners_of_their_models(engine: 
     rows = (await ledger.view(ViewUsage(since=0, by=("key",)))).rows
     assert {r.key: r.cost.cache for r in rows if r.cost} == {"team": 12, "carol": 3, "": 6}
     assert sum(r.cost.total for r in rows if r.cost) == 21
-    async with leadership(plain_url(database_url)) as term:  # the next leader continues
+    async with leadership(plain_url(migrated_url)) as term:  # the next leader continues
         meter = HeldMemory(ledger, w.state, term.epoch, longest_s=2 * HOUR_S)
         await meter.load()
         meter.on_loader_status(first, START + 3 * HOUR_S)
@@ -221,11 +221,11 @@ async def test_cached_weights_are_charged_to_the_owners_of_their_models(engine: 
     assert (await by_key(ledger))["team"].cached_gib_h == 8
 
 
-async def test_owners_pay_for_starts_that_requests_gave_up(engine: AsyncEngine, database_url: str) -> None:
+async def test_owners_pay_for_starts_that_requests_gave_up(engine: AsyncEngine, migrated_url: str) -> None:
     ledger, repository = Ledger(engine), Repository(engine)
     given_up, waited_for = plan("given-up", "a", measured_ms=8000.0), plan("waited", "a", measured_ms=2000.0)
     moved = plan("moved", "b", measured_ms=1000.0, trigger="migrate")
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         await repository.commit(term.epoch, [Put(p) for p in (given_up, waited_for, moved)])
         await ledger.record(term.epoch, waited("s", "waited", "a", "alice", start_s=2.0), HOUR)
         starts: dict[float, dict[Any, float]] = {}

@@ -61,8 +61,8 @@ async def check(site: Site) -> None:
 
 
 @pytest.fixture
-async def engine(database_url: str) -> AsyncEngine:
-    engine = connect(database_url)
+async def engine(migrated_url: str) -> AsyncEngine:
+    engine = connect(migrated_url)
     await migrate(engine)
     return engine
 
@@ -70,10 +70,10 @@ async def engine(database_url: str) -> AsyncEngine:
 # Some fifty sites, one after another, that wait for Postgres at each step: slow on a busy machine.
 @pytest.mark.timeout(600)
 async def test_scheduler_recovers_from_a_crash_at_any_step(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    migrated_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
-        whole = await new_site(database_url, engine, monkeypatch, 0)
+        whole = await new_site(migrated_url, engine, monkeypatch, 0)
         await run_through(whole)
         await check(whole)
         wanted = outcome(whole)
@@ -82,7 +82,7 @@ async def test_scheduler_recovers_from_a_crash_at_any_step(
         assert whole.steps.count > 30
         died = set()
         for k in range(1, whole.steps.count + 1):
-            site = await new_site(database_url, engine, monkeypatch, k)
+            site = await new_site(migrated_url, engine, monkeypatch, k)
             await run_through(site)
             assert len(site.epochs) == 2, f"it died once, at step {k}"
             died.add(site.steps.at)
@@ -95,14 +95,14 @@ async def test_scheduler_recovers_from_a_crash_at_any_step(
 
 
 async def test_commands_of_a_deposed_leader_are_refused(
-    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    migrated_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dead leader's command arrives too late.
 
     It arrives after the next leader's command: the node refuses it.
     """
     try:
-        site = await new_site(database_url, engine, monkeypatch, 0)
+        site = await new_site(migrated_url, engine, monkeypatch, 0)
         first = await lead(site, rounds=2)
         sent = site.agents["n1"].instances
         late = next(iter(sent.values())).command

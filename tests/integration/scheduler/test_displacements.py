@@ -40,8 +40,8 @@ STARTS = ("cold_start_s", "restart_s", "victims", "clearing_s", "clearing_device
 
 
 @pytest.fixture
-async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
-    engine = connect(database_url)
+async def engine(migrated_url: str) -> AsyncIterator[AsyncEngine]:
+    engine = connect(migrated_url)
     await migrate(engine)
     yield engine
     await engine.dispose()
@@ -82,11 +82,11 @@ async def by_key(ledger: Ledger) -> dict[str, Counts]:
     return {str(row.key): row.counts for row in await view(ledger, "key")}
 
 
-async def test_clearing_is_shared_by_who_waited_and_victims_do_not_pay_for_restarts(engine: AsyncEngine, database_url: str) -> None:
+async def test_clearing_is_shared_by_who_waited_and_victims_do_not_pay_for_restarts(engine: AsyncEngine, migrated_url: str) -> None:
     ledger, repository = Ledger(engine, PRICES), Repository(engine)
     preempting = plan("p", "large", victims=2, cleared_s=3.0, devices=2)
     restart = plan("r", "small", victims=1, cleared_s=1.0, measured_ms=6000.0, caused_by="p")
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         await repository.commit(term.epoch, [Put(preempting), Put(restart)])
         for n, (plan_id, model, key, requests) in enumerate(
             (("p", "large", "alice", 3), ("p", "large", "bob", 1), ("r", "small", "carol", 5))
@@ -120,7 +120,7 @@ async def test_clearing_is_shared_by_who_waited_and_victims_do_not_pay_for_resta
         assert await view(ledger, "key") == ()
 
 
-async def test_owners_pay_for_starts_without_a_request(engine: AsyncEngine, database_url: str) -> None:
+async def test_owners_pay_for_starts_without_a_request(engine: AsyncEngine, migrated_url: str) -> None:
     ledger, repository = Ledger(engine), Repository(engine)
     plans = (
         plan("woken", "a", victims=1, cleared_s=2.0, trigger="wake"),
@@ -130,7 +130,7 @@ async def test_owners_pay_for_starts_without_a_request(engine: AsyncEngine, data
         plan("moved", "e", victims=1, cleared_s=5.0, trigger="migrate", caused_by="failed"),
         plan("unknown", "f", victims=0, caused_by="not kept"),
     )
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         await repository.commit(term.epoch, [Put(p) for p in plans])
         await ledger.record_starts(term.epoch, AT - 10, owner)
         found = {(row.key, row.model): row.counts for row in await view(ledger, "key", "model")}
@@ -144,7 +144,7 @@ async def test_owners_pay_for_starts_without_a_request(engine: AsyncEngine, data
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_the_sum_over_keys_is_the_sum_over_plans(engine: AsyncEngine, database_url: str, seed: int) -> None:
+async def test_the_sum_over_keys_is_the_sum_over_plans(engine: AsyncEngine, migrated_url: str, seed: int) -> None:
     """Plans, waits and causes at random, recorded and repeated in any order."""
     rng = random.Random(seed)
     ledger, repository = Ledger(engine), Repository(engine)
@@ -170,7 +170,7 @@ async def test_the_sum_over_keys_is_the_sum_over_plans(engine: AsyncEngine, data
         for p in asked
         for key in rng.sample(range(4), rng.randint(1, 3))
     ]
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         await repository.commit(term.epoch, [Put(p) for p in plans])
         work = [*reports, *rng.choices(reports, k=len(reports) // 2)] if reports else []
         rng.shuffle(work)
@@ -198,10 +198,10 @@ async def test_the_sum_over_keys_is_the_sum_over_plans(engine: AsyncEngine, data
             assert sum(row.cold_start_phases_s.values()) == pytest.approx(row.counts.cold_start_s), "the phases tile the starts"
 
 
-async def test_a_plan_keeps_its_preemption_and_its_cause(engine: AsyncEngine, database_url: str) -> None:
+async def test_a_plan_keeps_its_preemption_and_its_cause(engine: AsyncEngine, migrated_url: str) -> None:
     given = plan("p", "a", victims=1, cleared_s=2.0, preempted=Preemption(plan_id="q", at=AT), caused_by="c")
     repository = Repository(engine)
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         await repository.commit(term.epoch, [Put(given)])
         assert await repository.plan("p") == given
         assert (await repository.load(term.epoch, AT)).last_plan_of("a") == given

@@ -35,8 +35,8 @@ PRICES = Prices(currency="EUR", gib_hours={"cpu": Decimal(2), "host": Decimal("0
 
 
 @pytest.fixture
-async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
-    engine = connect(database_url)
+async def engine(migrated_url: str) -> AsyncIterator[AsyncEngine]:
+    engine = connect(migrated_url)
     await migrate(engine)
     yield engine
     await engine.dispose()
@@ -54,11 +54,11 @@ async def held(ledger: Ledger, by: str = "model") -> dict[str, Counts]:
     return {str(getattr(r, dimension)): r.counts for r in (await ledger.view(ViewUsage(since=0, by=(dimension,)))).rows}
 
 
-async def test_the_next_leader_charges_from_where_the_last_one_recorded(engine: AsyncEngine, database_url: str) -> None:
+async def test_the_next_leader_charges_from_where_the_last_one_recorded(engine: AsyncEngine, migrated_url: str) -> None:
     ledger, state = Ledger(engine), owned()
     report = status({"cpu:0": 100}, instance("a-1", 100, "cpu:0"))
     for begin in (0.0, 30.0):
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
             meter = HeldMemory(ledger, state, term.epoch, longest_s=5.0)
             await meter.load()
             for second in range(11):
@@ -70,10 +70,10 @@ async def test_the_next_leader_charges_from_where_the_last_one_recorded(engine: 
 
 
 async def test_a_batch_whose_reply_was_lost_counts_once(
-    engine: AsyncEngine, database_url: str, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, migrated_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = Ledger(engine)
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         meter = HeldMemory(ledger, owned(), term.epoch, longest_s=5.0)
         await meter.load()
         report = status({"cpu:0": 100}, instance("a-1", 100, "cpu:0"))
@@ -99,9 +99,9 @@ async def test_a_batch_whose_reply_was_lost_counts_once(
         assert (await held(ledger))["a"].held_cpu_byte_s == 400
 
 
-async def test_memory_has_a_price_and_counts_towards_the_owners_budget(engine: AsyncEngine, database_url: str) -> None:
+async def test_memory_has_a_price_and_counts_towards_the_owners_budget(engine: AsyncEngine, migrated_url: str) -> None:
     ledger = Ledger(engine, PRICES)
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         meter = HeldMemory(ledger, owned(), term.epoch, longest_s=2 * HOUR_S)
         await meter.load()
         gib = 2**30

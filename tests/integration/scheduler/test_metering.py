@@ -222,12 +222,12 @@ def _report(start: int, end: int, requests: int = 1, hour: int = HOUR, plan: str
     return ReportUsage(spool="s", start=start, end=end, rows=rows, waits=waits)
 
 
-async def test_the_ledger_records_a_spool_in_order_and_once(database_url: str) -> None:
-    engine = connect(database_url)
+async def test_the_ledger_records_a_spool_in_order_and_once(migrated_url: str) -> None:
+    engine = connect(migrated_url)
     try:
         await migrate(engine)
         ledger = Ledger(engine)
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
             positions = [
                 (await ledger.record(term.epoch, report, HOUR)).position
                 for report in (_report(0, 10), _report(0, 10), _report(20, 30), _report(10, 20, plan="p"), _report(10, 20))
@@ -248,16 +248,16 @@ async def test_the_ledger_records_a_spool_in_order_and_once(database_url: str) -
         await engine.dispose()
 
 
-async def test_old_hours_are_summed_up_by_day(database_url: str) -> None:
+async def test_old_hours_are_summed_up_by_day(migrated_url: str) -> None:
     """Sums over days stay as they are, whenever and how often the hours are summed up."""
     rng = random.Random(7)
     days = 5
     first = HOUR // 24 * 24 - HOURLY_HOURS - days * 24
-    engine = connect(database_url)
+    engine = connect(migrated_url)
     try:
         await migrate(engine)
         ledger = Ledger(engine)
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
 
             async def record(spool: str, hours: list[int]) -> None:
                 rows = tuple(
@@ -287,19 +287,19 @@ async def test_old_hours_are_summed_up_by_day(database_url: str) -> None:
         await engine.dispose()
 
 
-async def test_a_response_that_two_gateways_report_counts_once(database_url: str) -> None:
+async def test_a_response_that_two_gateways_report_counts_once(migrated_url: str) -> None:
     def report(spool: str, *answers: str) -> ReportUsage:
         row = UsageRow(hour=HOUR, key="k", model="m", counts=Counts(requests=1, completion_tokens=5))
         wait = ColdWait(plan_id="p", hour=HOUR, key="k", model="m", requests=1, start_s=8.0, device_kind="cpu")
         responses = tuple(ResponseUsage(answer_id=answer, row=row, wait=wait) for answer in answers)
         return ReportUsage(spool=spool, start=0, end=10, rows=(row,), responses=responses)
 
-    engine = connect(database_url)
+    engine = connect(migrated_url)
     try:
         await migrate(engine)
         ledger = Ledger(engine)
         spending = Spending(ledger)
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
             assert not (await spending.view(ViewSpending(keys=("k",)), HOUR)).keys
             for spool, answers in (("first", ("r1", "r2")), ("second", ("r2", "r3", "r3")), ("second", ("r4",))):
                 await spending.record(term.epoch, report(spool, *answers), HOUR)
@@ -321,12 +321,12 @@ def _used(model: str, tokens: int, end: int, **wait: Any) -> ReportUsage:
     return ReportUsage(spool=f"spool of {model}", start=0, end=end, rows=rows, waits=waits if wait else ())
 
 
-async def test_sums_over_models_cost_what_each_model_costs(database_url: str) -> None:
-    engine = connect(database_url)
+async def test_sums_over_models_cost_what_each_model_costs(migrated_url: str) -> None:
+    engine = connect(migrated_url)
     try:
         await migrate(engine)
         ledger = Ledger(engine, PRICES)
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
             await ledger.record(term.epoch, _used("a", 1_000_000, 10, device_kind="cpu", devices=2), HOUR)
             await ledger.record(term.epoch, _used("b", 1_000_000, 10), HOUR)
             for by in ("key",), ("key", "hour"):

@@ -75,8 +75,8 @@ class Setup:
 
 
 @pytest.fixture
-async def setup(own_nats: NatsServer, database_url: str) -> AsyncIterator[Setup]:
-    settings = SchedulerSettings(nats_url=SecretStr(own_nats.url), database_url=SecretStr(database_url))
+async def setup(own_nats: NatsServer, migrated_url: str) -> AsyncIterator[Setup]:
+    settings = SchedulerSettings(nats_url=SecretStr(own_nats.url), database_url=SecretStr(migrated_url))
     mesh = Mesh(settings, "test")
     await mesh.start()
     setup = Setup(mesh)

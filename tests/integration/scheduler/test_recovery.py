@@ -30,22 +30,22 @@ def cluster() -> Cluster:
 
 
 async def test_new_leader_restores_its_state_and_places_the_first_request(
-    own_nats: NatsServer, database_url: str, cluster: Cluster
+    own_nats: NatsServer, migrated_url: str, cluster: Cluster
 ) -> None:
-    engine, mesh = connect(database_url), Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
+    engine, mesh = connect(migrated_url), Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
     times: Times = {}
     try:
         await migrate(engine)
         await mesh.start()
         await ensure_streams(mesh.nc.jetstream())
         catalog, repository = Catalog(mesh.nc.jetstream()), Repository(engine)
-        async with leadership(plain_url(database_url)) as lead:
+        async with leadership(plain_url(migrated_url)) as lead:
             await fill(repository, lead.epoch, cluster)
         await catalog.reconcile([m.card for m in cluster.state.models.values()])
         for _ in range(2):
-            await term(database_url, repository, catalog, cluster, times)
+            await term(migrated_url, repository, catalog, cluster, times)
         assert {name: len(taken) for name, taken in times.items()} == {"load": 2, "catalogue": 2, "first": 2, "in all": 2}
-        async with leadership(plain_url(database_url)) as lead:
+        async with leadership(plain_url(migrated_url)) as lead:
             state = await repository.load(lead.epoch, NOW)
         before = cluster.state
         assert (state.models, state.nodes, state.instances) == (before.models, before.nodes, before.instances)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from urllib.parse import urlsplit, urlunsplit
 
@@ -9,7 +10,7 @@ import pytest
 from alembic import command
 from sqlalchemy import text
 
-from services.scheduler.adapters.database import alembic_config, connect, migrate, open_connection, plain_url
+from services.scheduler.adapters.database import NEWEST_REVISION, alembic_config, connect, migrate, open_connection, plain_url
 from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.cost.learned import Parameter
@@ -43,8 +44,8 @@ COUNT = 2500
 """Rows of 20 columns: more than the parameters of one PostgreSQL statement."""
 
 
-async def test_transaction_accepts_any_number_of_rows(database_url: str) -> None:
-    engine = connect(database_url)
+async def test_transaction_accepts_any_number_of_rows(migrated_url: str) -> None:
+    engine = connect(migrated_url)
     try:
         await migrate(engine)
         repository = Repository(engine)
@@ -53,7 +54,7 @@ async def test_transaction_accepts_any_number_of_rows(database_url: str) -> None
             Instance(f"i{n}", f"p{n}", "m", 1, "r", f"n{n}", ("cuda:0",), n, 1, 1, requested_at=1.0, planned_at=2.0)
             for n in range(COUNT)
         ]
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
             first: list[Entity] = [*nodes, *instances]
             await repository.commit(term.epoch, [Put(e) for e in first])
             later = [replace(i, leave_reason="again") for i in instances]
@@ -65,15 +66,15 @@ async def test_transaction_accepts_any_number_of_rows(database_url: str) -> None
         await engine.dispose()
 
 
-async def test_pulls_survive_a_leader_change_with_their_answers(database_url: str) -> None:
-    engine = connect(database_url)
+async def test_pulls_survive_a_leader_change_with_their_answers(migrated_url: str) -> None:
+    engine = connect(migrated_url)
     running = Pull("a/m", "n1", "dram", "r", since=8.0, requests=("q1", "q2"), token=5 << 32, sent_at=20.0)
     answered = Pull("m", "n1", "ssd", "r", since=8.0, ended_at=9.0, answer=PullCancelled("gone").body())
     pulled = replace(answered, node="n2", answer=ModelPulled(name="m", node="n2", tier="ssd", tiers=("ssd",), nbytes=7))
     try:
         await migrate(engine)
         repository = Repository(engine)
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
             await repository.commit(term.epoch, [Put(running), Put(answered), Put(pulled)])
             state = await repository.load(term.epoch, now=10.0)
             clipped = replace(running, sent_at=10.0)
@@ -85,8 +86,8 @@ async def test_pulls_survive_a_leader_change_with_their_answers(database_url: st
         await engine.dispose()
 
 
-async def test_estimates_objectives_and_loader_statuses_survive_a_leader_change(database_url: str) -> None:
-    engine = connect(database_url)
+async def test_estimates_objectives_and_loader_statuses_survive_a_leader_change(migrated_url: str) -> None:
+    engine = connect(migrated_url)
     learned = [
         Estimate("a", "n1", {"init": Parameter(120.0, 5.0, 3), "bandwidth:ssd": Parameter(2e9, 1e8, 3)}),
         Estimate("", "n1", {"leaving": Parameter(80.0, 2.0, 1)}),
@@ -109,7 +110,7 @@ async def test_estimates_objectives_and_loader_statuses_survive_a_leader_change(
     try:
         await migrate(engine)
         repository = Repository(engine)
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
             counts = SloCounts("a", (HourCounts(400_000, 5, 4), HourCounts(400_001, 1, 0)), (AppliedReport("g", 7, 9.5),))
             entities: list[Entity] = [Node("n1"), Model(card("a")), *learned, profile, counts]
             await repository.commit(term.epoch, [Put(e) for e in entities])
@@ -134,8 +135,8 @@ async def test_estimates_objectives_and_loader_statuses_survive_a_leader_change(
         await engine.dispose()
 
 
-async def test_plan_is_stored_with_its_prediction_and_error(database_url: str) -> None:
-    engine = connect(database_url)
+async def test_plan_is_stored_with_its_prediction_and_error(migrated_url: str) -> None:
+    engine = connect(migrated_url)
     chosen = Candidate(node="n1", device_ids=("cuda:0",), way="load", predicted_ms=100.0, predicted={"load": 100.0}, took_ms=130.0)
     plan = PlanRecord(
         plan_id="p1", model="a", created=5.0, trigger="demand", way="load", chosen=chosen, candidates=(chosen,), instance_id="i1"
@@ -143,7 +144,7 @@ async def test_plan_is_stored_with_its_prediction_and_error(database_url: str) -
     try:
         await migrate(engine)
         repository = Repository(engine)
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
             await repository.commit(term.epoch, [Put(plan), Traced("p1", "i1", "00-a-b-01")])
             kept = await repository.plan_of_instance("i1")
         assert kept == plan.model_copy(update={"traceparent": "00-a-b-01"})
@@ -192,14 +193,25 @@ async def test_a_schema_that_is_up_to_date_is_not_upgraded(database_url: str, mo
         await engine.dispose()
 
 
-async def test_models_of_an_earlier_version_keep_a_process_of_their_own(database_url: str) -> None:
+async def test_schedulers_that_start_at_once_upgrade_one_after_the_other(database_url: str) -> None:
+    engines = [connect(database_url) for _ in range(3)]
+    try:
+        await asyncio.gather(*map(migrate, engines))
+        async with engines[0].connect() as connection:
+            assert await connection.scalar(text("SELECT version_num FROM alembic_version")) == NEWEST_REVISION
+    finally:
+        for engine in engines:
+            await engine.dispose()
+
+
+async def test_models_of_an_earlier_version_keep_a_process_of_their_own(migrated_url: str) -> None:
     """That version stored `shared` for each model, without effect."""
-    engine = connect(database_url)
+    engine = connect(migrated_url)
     earlier = card("a").model_copy(update={"spec": ModelSpec(name="a", source="/m/a", isolation="shared")})
     try:
         await migrate(engine)
         repository = Repository(engine)
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
             await repository.commit(term.epoch, [Put(Model(earlier))])
             async with engine.begin() as connection:
                 await connection.run_sync(lambda sync: command.downgrade(alembic_config(sync), "0004"))

@@ -155,8 +155,8 @@ async def test_deposed_leader_cannot_write(database_url: str) -> None:
         await engine.dispose()
 
 
-async def test_old_plans_are_pruned_by_age_and_count_except_pending_ones(database_url: str) -> None:
-    engine = connect(database_url)
+async def test_old_plans_are_pruned_by_age_and_count_except_pending_ones(migrated_url: str) -> None:
+    engine = connect(migrated_url)
     now = time.time()
     plans = text(
         "INSERT INTO plans (plan_id, model, created, trigger, way, reason, outcome, candidates, predicted, measured) "
@@ -188,13 +188,13 @@ async def test_old_plans_are_pruned_by_age_and_count_except_pending_ones(databas
         await engine.dispose()
 
 
-async def test_every_growing_table_is_pruned_in_bounded_batches(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_growing_table_is_pruned_in_bounded_batches(migrated_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every table that grows is pruned in bounded batches.
 
     Rows of removed models and nodes, and more plans than fit one batch, are deleted; no transaction
     is large.
     """
-    engine = connect(database_url)
+    engine = connect(migrated_url)
     monkeypatch.setattr(repository_module, "PRUNE_BATCH", 40)
     monkeypatch.setattr(repository_module, "TRACE_MAX_COUNT", 10)
     many = "FROM generate_series(1, 300) n"
@@ -290,7 +290,7 @@ async def test_nats_restarts_under_a_leader(own_nats: NatsServer, site: Site) ->
     await site.until(asked)
 
 
-async def test_routes_are_those_that_the_engine_declares_now(site: Site, database_url: str) -> None:
+async def test_routes_are_those_that_the_engine_declares_now(site: Site, migrated_url: str) -> None:
     """The engine's current declaration determines routes, not the database."""
     await site.node()
     site.scheduler()
@@ -298,7 +298,7 @@ async def test_routes_are_those_that_the_engine_declares_now(site: Site, databas
     stop, task = site.schedulers[0]
     stop.set()
     await task
-    engine = connect(database_url)
+    engine = connect(migrated_url)
     async with engine.begin() as connection:
         await connection.execute(text("UPDATE models SET card = jsonb_set(card, '{routes}', '[\"/v1/of_yesterday\"]')"))
     await engine.dispose()

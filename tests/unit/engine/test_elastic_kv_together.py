@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from services.engine.domain.elastic_kv import Demand, Lease, Need, add_lent, adjust, needed_blocks, shrink
 from services.engine.domain.step_planning import BLOCK_TOKENS, MAX_PREEMPTIONS, Limits, SequenceView, blocks_for, plan_step
+from tests.support.examples import examples
 from weights.store.lending import Borrower, Lender, Turn
 from weights.store.pages import Cost, Keep, Store, audit, complete, keep_none, release, reserve
 from weights.store.units import PAGE_BYTES, Unit
@@ -213,7 +214,7 @@ def drawn(draw: random.Random) -> tuple[list[list[Request]], deque[Load]]:
     return work, deque(loads)
 
 
-@settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(25), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(st.integers(0, 2**32))
 @example(25)  # without rule 5 of `step_planning` a sequence is preempted more often
 @example(34)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.engine.domain.fair_slots import CREDIT, Arrangement, Claim, Flow, ReceivedTokens, arrange, predict_cost
 from services.engine.domain.step_planning import MAX_PREEMPTIONS, Limits, SequenceView
+from tests.support.examples import examples
 
 LIMITS = Limits(4, 1000, 512, 256)
 A, B = Flow(0, "a"), Flow(0, "b")
@@ -133,7 +134,7 @@ def _run(arrivals: dict[int, list[tuple[Flow, int]]], steps: int, weights: dict[
     return tokens, pauses
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 20), st.integers(1, 20), st.sampled_from([1.0, 2.0, 3.0]), st.integers(0, 50))
 def test_keys_that_wait_all_the_time_get_shares_by_weight(length_a: int, length_b: int, weight: float, late: int) -> None:
     steps = 300

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.engine.domain.step_planning import BLOCK_TOKENS
 from services.engine.generation import kv_cache
 from services.engine.generation.kv_cache import SequenceKV
+from tests.support.examples import examples
 
 HEADS, WIDTH = 3, 16
 CONTEXT = 8 * BLOCK_TOKENS
@@ -34,7 +35,7 @@ def resident_bytes() -> int:
     st.sampled_from([0, 100, CONTEXT]),
     st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_cache_returns_what_was_stored(counts: list[int], dtype: torch.dtype, context: int, rewinds: bool) -> None:
     cache = SequenceKV(context)
     kept = [(drawn(0, dtype), drawn(0, dtype)) for _ in range(2)]

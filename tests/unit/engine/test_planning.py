@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.engine.domain.step_planning import BLOCK_TOKENS, MAX_PREEMPTIONS, Limits, SequenceView, Work, blocks_for, plan_step
+from tests.support.examples import examples
 
 LIMITS = Limits(max_sequences=4, kv_blocks=10, step_tokens=1000, chunk_tokens=64)
 
@@ -137,4 +138,4 @@ class Steps(RuleBasedStateMachine):
 
 
 TestSteps = Steps.TestCase
-TestSteps.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestSteps.settings = settings(max_examples=examples(25), stateful_step_count=40, deadline=None)

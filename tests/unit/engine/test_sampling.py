@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.engine.domain.sampling_params import SamplingParams
 from services.engine.generation.philox import Draw
 from services.engine.generation.sampling import History, sample
+from tests.support.examples import examples
 
 NOTHING = History(frozenset(), Counter())
 FIRST = Draw(0, 0, 0)
@@ -112,7 +113,7 @@ def test_log_probabilities_ignore_bias_and_temperature() -> None:
     assert sampled.top[0][1] == pytest.approx(float(expected[1]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.floats(-30, 30), min_size=1, max_size=40),
     st.floats(0, 2),

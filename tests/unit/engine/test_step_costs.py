@@ -21,6 +21,7 @@ from services.engine.generation.events import Broken, Event, Progressed
 from services.engine.generation.request import Choice, GenerationRequest
 from services.engine.generation.runner import Row
 from shared.contracts.inference import FairShare
+from tests.support.examples import examples
 
 _Step = tuple[float, float, dict[str, int], dict[str, int], tuple[str, int, str] | None, str | None]
 """Seconds of computing and of the rest; tokens of requests, and by cause; a victim, its lost tokens
@@ -96,7 +97,7 @@ def test_causes_of_long_ago_are_forgotten() -> None:
     assert len(costs.background_s) < 100
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -12,6 +12,7 @@ from services.engine.domain.detokenizer import Detokenizer
 from services.engine.domain.generation import Generation
 from services.engine.domain.sampling_params import StopConditions
 from services.engine.domain.stop_strings import StopMatcher
+from tests.support.examples import examples
 
 
 def decode_bytes(ids: list[int]) -> str:
@@ -68,7 +69,7 @@ def backend(demo_directory: Path) -> object:
     return Tokenizer.from_file(str(demo_directory / "tokenizer.json"))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(ids=st.lists(st.integers(3, 1023), max_size=60), prompt=st.lists(st.integers(3, 1023), max_size=10))
 def test_random_tokens_of_a_real_tokenizer(backend: object, ids: list[int], prompt: list[int]) -> None:
     def decode(tokens: list[int]) -> str:

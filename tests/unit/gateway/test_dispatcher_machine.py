@@ -13,6 +13,7 @@ from services.gateway.domain.ticket import Stage, Ticket
 from shared.contracts.demand import LoadFailed
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed, InstanceDraining, Unreachable
+from tests.support.examples import examples
 from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 MODELS = ("m", "n")
@@ -102,4 +103,4 @@ class DispatcherMachine(RuleBasedStateMachine):
 
 
 TestDispatcher = DispatcherMachine.TestCase
-TestDispatcher.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDispatcher.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

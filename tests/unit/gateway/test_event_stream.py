@@ -16,6 +16,7 @@ from services.gateway.http.responses.buffered import BufferedCompletion
 from services.gateway.http.responses.event_stream import EventStream
 from services.gateway.http.responses.openai_objects import Head
 from shared.contracts.inference import InferFinished, Usage
+from tests.support.examples import examples
 
 DELTAS = st.lists(st.tuples(st.integers(0, 2), st.text(max_size=6)), max_size=12)
 LAST = InferFinished(seq=0, usage=Usage(prompt_tokens=3, completion_tokens=4))
@@ -27,7 +28,7 @@ def events_of(data: bytes) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(deltas=DELTAS, chat=st.booleans(), token_ids=st.booleans(), usage=st.booleans())
 def test_events_rebuild_the_answer(deltas: list[tuple[int, str]], chat: bool, token_ids: bool, usage: bool) -> None:
     kind = "chat.completion" if chat else "text_completion"

@@ -20,6 +20,7 @@ from services.gateway.requests.active_request import ActiveRequest
 from shared.contracts.inference import InferChunk, InferFailed, InferFinished, InferStarted, InferYielded, Resume
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed, InstanceDraining
+from tests.support.examples import examples
 from tests.support.fake_engine import card_of
 from tests.support.scripted_engine import Script
 from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
@@ -149,7 +150,7 @@ def answered(script: Script, kind: str, cuts: list[tuple[int, Fault, bool]], uns
     return output, usage, world.request.resume_state.tokens
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(texts=TEXTS, stops=st.lists(st.text("abé日🙂 ", min_size=1, max_size=3), max_size=2), cuts=CUTS, kind=KINDS)
 def test_client_receives_the_same_response_as_without_faults(
     texts: list[str], stops: list[str], cuts: list[tuple[int, Fault, bool]], kind: str
@@ -158,7 +159,7 @@ def test_client_receives_the_same_response_as_without_faults(
     assert answered(script, kind, bounded(cuts)) == answered(script, kind, [])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     texts=TEXTS,
     yields=st.lists(st.integers(2, 12), max_size=6),

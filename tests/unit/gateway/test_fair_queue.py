@@ -14,6 +14,7 @@ from services.gateway.domain.ticket import Stage, Ticket
 from shared.contracts.keys import ApiKey
 from shared.contracts.node import InstanceState
 from shared.errors import InstanceDraining, QueueFull
+from tests.support.examples import examples
 from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 
@@ -23,7 +24,7 @@ def _of(key: str, name: str, now: float = 0.0, cost: float = 1.0, priority: int 
     return made
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), min_size=30, max_size=120),
     st.integers(5, 100),

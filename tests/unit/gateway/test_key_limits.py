@@ -16,6 +16,7 @@ from services.gateway.domain.limits.members import SILENT_S, Members
 from services.gateway.domain.limits.token_bucket import TokenBucket
 from shared.contracts.keys import KeyLimits
 from shared.contracts.openai import ChatCompletionRequest
+from tests.support.examples import examples
 
 
 @dataclass
@@ -136,7 +137,7 @@ _EVENTS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(_EVENTS)
 def test_no_order_of_messages_exceeds_a_limit(events: list[tuple[str, str, int]]) -> None:
     """In any interval at most the bucket's capacity and its refill are admitted."""

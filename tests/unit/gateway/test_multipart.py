@@ -14,12 +14,13 @@ from services.gateway.http.parsing.multipart import is_form, text_fields
 from services.gateway.requests.passthrough import PassthroughResponse
 from shared.contracts.inference import InferResponse
 from shared.errors import InvalidRequest
+from tests.support.examples import examples
 
 VALUES = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20)
 TRICKY = b'\r\n--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwrong'
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(fields=st.dictionaries(st.sampled_from(["model", "stream", "language", 'qu"ote']), VALUES), file=st.binary(max_size=200))
 async def test_text_fields_are_found_beside_files(fields: dict[str, str], file: bytes) -> None:
     request = httpx.Request("POST", "http://x", data=fields, files={"file": ("model", file), "model2": ("x", TRICKY)})

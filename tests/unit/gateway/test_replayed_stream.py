@@ -18,6 +18,7 @@ from services.gateway.http.responses.openai_objects import Head
 from services.gateway.requests.sink import Diverged
 from shared.contracts.inference import InferFinished, Usage
 from shared.errors import EngineFailed
+from tests.support.examples import examples
 from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
 
 LAST = InferFinished(seq=0, usage=Usage(prompt_tokens=3, completion_tokens=4))
@@ -47,7 +48,7 @@ def finish(sink: EventStream) -> None:
     sink.on_finished(LAST)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(max_size=30), breaks=st.lists(st.integers(0, 12), max_size=3), first=CUTS, again=CUTS)
 def test_restarted_response_reaches_the_client_as_one_answer(
     text: str, breaks: list[int], first: list[int], again: list[int]
@@ -67,7 +68,7 @@ def test_restarted_response_reaches_the_client_as_one_answer(
     assert data.count(b'"role"') == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(min_size=1, max_size=20), other=st.text(max_size=20), cuts=CUTS)
 def test_diverging_response_is_detected_before_any_output_is_sent(text: str, other: str, cuts: list[int]) -> None:
     assume(not other.startswith(text))

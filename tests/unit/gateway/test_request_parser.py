@@ -13,6 +13,7 @@ from services.gateway.http.parsing.request_parser import REQUESTS, check_model, 
 from services.gateway.http.parsing.validation import path_in
 from shared.contracts.inference import Endpoint
 from shared.errors import InvalidRequest, ThawError
+from tests.support.examples import examples
 from tests.support.fake_engine import card_of
 
 CARDS = (card_of("m"), card_of("e", task="embed"))
@@ -27,7 +28,7 @@ BODIES = st.dictionaries(NAMES, JSON, max_size=6).flatmap(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(endpoint=st.sampled_from(["chat", "completion", "embedding"]), body=BODIES)
 def test_any_body_is_accepted_or_refused_with_a_4xx(endpoint: Endpoint, body: dict[str, Any]) -> None:
     try:
@@ -42,7 +43,7 @@ def test_any_body_is_accepted_or_refused_with_a_4xx(endpoint: Endpoint, body: di
     assert refusal.message
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=40) | st.sampled_from([b"[" * 5000, b'{"model":' * 500, b"null", b'{"model":"\\ud800","messages":[]}']))
 def test_any_bytes_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from services.gateway.domain.limits.spending import ComputeRates, Exhausted, Unreported, Used, find_exhausted
 from shared.contracts.keys import KeyLimits
 from shared.contracts.usage import Period, Spent
+from tests.support.examples import examples
 
 HOUR = 494_519  # 2026-05-31T23:00Z
 PERIOD = Period.of_hour(HOUR)
@@ -96,7 +97,7 @@ def test_wrong_budgets_are_refused(bad: dict[str, Any]) -> None:
         KeyLimits.model_validate(bad)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(
         st.sampled_from(["use", "use", "cut", "report", "lose the reply", "confirm", "ask", "sum", "answer", "lose the answer"]),

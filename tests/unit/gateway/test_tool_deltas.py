@@ -16,6 +16,7 @@ from services.gateway.http.responses.tool_deltas import tool_options_of
 from shared.contracts.engines import ToolFormat
 from shared.contracts.inference import InferFinished, InferStarted, Usage
 from shared.contracts.openai import ChatCompletionRequest
+from tests.support.examples import examples
 
 LAST = InferFinished(seq=0, usage=Usage(prompt_tokens=3, completion_tokens=4))
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
@@ -72,7 +73,7 @@ def whole(form: ToolFormat | None, reason: str = "stop", **body: Any) -> dict[st
     return choice
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     cuts=st.lists(st.integers(0, len(TEXT)), max_size=8).map(sorted),
     restart=st.none() | st.integers(0, len(TEXT)),

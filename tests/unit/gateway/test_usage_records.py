@@ -15,6 +15,7 @@ from services.gateway.adapters.usage_spool import UsageSpool, open_spools
 from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.domain.usage_reports import next_report, settled_line
 from shared.contracts.usage import MAX_NAME_CHARACTERS, MAX_ROWS_PER_REPORT, ReportUsage
+from tests.support.examples import examples
 
 RECORDS = st.builds(
     UsageRecord,
@@ -74,7 +75,7 @@ class Spool:
         return report is not None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(RECORDS, st.sampled_from(["", "", "report", "lost reply", "lost report", "killed"])), max_size=60))
 def test_every_record_counts_once_whatever_is_lost(events: list[tuple[UsageRecord, str]]) -> None:
     ledger = FakeLedger()
@@ -96,7 +97,7 @@ def test_every_record_counts_once_whatever_is_lost(events: list[tuple[UsageRecor
 LOSSES = st.sampled_from(["", "", "report", "lost reply", "lost report", "killed"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(
         st.tuples(RECORDS, st.sampled_from(["settled", "lost", "taken over before", "taken over after"]), LOSSES, LOSSES, LOSSES),

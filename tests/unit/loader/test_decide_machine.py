@@ -47,6 +47,7 @@ from services.loader.domain.events import (
     Vacated,
 )
 from services.loader.domain.state import OnDevice, Stage, State, Until
+from tests.support.examples import examples
 from tests.unit.loader.played import ERROR, Played, card
 from weights.pool.chunks import CHUNK_BYTES, Chunks, parts
 
@@ -360,5 +361,5 @@ class Shell(RuleBasedStateMachine):
         assert sum(self.memory.values()) == table.cached_bytes + table.spare_bytes == table.charged <= table.budget
 
 
-Shell.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+Shell.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)
 TestShell = Shell.TestCase

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from weights.pool.chunks import CHUNK_BYTES
 from weights.transfer import stripe_plan as plans
 from weights.transfer.pieces import TAIL_PIECE_BYTES, Piece
@@ -221,7 +222,7 @@ def test_pieces_are_short_enough_for_each_source_to_read_several(total: int, sou
     assert plans.piece_bytes(total, sources, CHUNK_BYTES, TAIL_PIECE_BYTES) == length
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=4), st.integers(0, 8), st.data())
 def test_each_piece_is_published_once_whatever_fails(kinds: list[tuple[int, bool]], count: int, data: st.DataObject) -> None:
     found = load(count, *(StripeSource(str(i), most, is_reserve) for i, (most, is_reserve) in enumerate(kinds)))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import InsufficientMemory, Unavailable
+from tests.support.examples import examples
 from tests.support.launcher import until
 from weights.tiers.port import Cancelled
 from weights.transfer.link import Link
@@ -98,7 +99,7 @@ def read(source: int, piece: Piece, cancelled: threading.Event) -> None:
     """Read at once."""
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, 3),
     st.integers(1, 8),

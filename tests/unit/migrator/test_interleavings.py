@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared.contracts.migration import FINAL, MigrationRecord
+from tests.support.examples import examples
 from tests.unit.migrator.world import World
 
 ANY = st.integers(min_value=0, max_value=1_000)
@@ -155,7 +156,7 @@ class Interleavings(RuleBasedStateMachine):
 
 TestInterleavings = Interleavings.TestCase
 TestInterleavings.settings = settings(
-    max_examples=150,
+    max_examples=examples(150),
     stateful_step_count=40,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     deadline=None,

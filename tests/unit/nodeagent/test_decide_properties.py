@@ -15,6 +15,7 @@ from services.nodeagent.domain import events as e
 from services.nodeagent.domain.state import Instance, NodeState, Process, deadlines
 from shared.contracts.node import InstanceState
 from shared.errors import InstanceBusy
+from tests.support.examples import examples
 from tests.unit.nodeagent.world import EPOCH, ERROR, POSSIBLE, World, report, resume, start, stop, suspend
 
 IDS = st.sampled_from([f"i{n}" for n in range(5)])
@@ -297,4 +298,4 @@ class NodeMachine(RuleBasedStateMachine):
 
 
 TestNode = NodeMachine.TestCase
-TestNode.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestNode.settings = settings(max_examples=examples(80), stateful_step_count=50, deadline=None)

@@ -19,6 +19,7 @@ from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
+from tests.support.examples import examples
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.lifecycle.test_group_claims import add_group
 from tests.unit.scheduler.world import Running, World
@@ -208,7 +209,7 @@ class Groups(RuleBasedStateMachine):
 
 TestGroups = Groups.TestCase
 TestGroups.settings = settings(
-    max_examples=40,
+    max_examples=examples(40),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

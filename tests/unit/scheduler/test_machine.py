@@ -26,6 +26,7 @@ from services.scheduler.domain.state.volatile import Waiter
 from shared.contracts.node import Capability, InstanceState
 from shared.errors import CheckpointInvalid, EngineFailed
 from simulator.policies import PROFILES
+from tests.support.examples import examples
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
 
@@ -284,7 +285,7 @@ class Cluster(RuleBasedStateMachine):
 
 TestCluster = Cluster.TestCase
 TestCluster.settings = settings(
-    max_examples=60,
+    max_examples=examples(60),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

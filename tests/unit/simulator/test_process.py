@@ -13,6 +13,7 @@ import pytest
 from shared.errors import InvalidRequest
 from simulator.config import ClusterFile
 from simulator.order import leave_out
+from tests.support import forking
 
 NODE = {"devices": 1, "device_gb": 20, "dram_gb": 10, "ssd_gb": 50, "links": {"remote": 1, "ssd": 5, "device": 20}}
 MODELS = "models: [{name: a, copies: 2, weights_gb: 10, service: {kind: fixed, seconds: 1}, slo_ttft: 5}]"
@@ -82,7 +83,11 @@ def test_the_process_ends_with_its_input(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limits", "ended"), [({"memory_bytes": 128 * 1024**2}, "memory"), ({"cpu_s": 3}, "time")])
 def test_the_process_keeps_its_limits(tmp_path: Path, limits: dict[str, int], ended: str) -> None:
-    with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+    # A forked process has the tests' modules, too, and less memory left for the simulation.
+    with (
+        forking.executed(),
+        subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child,
+    ):
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.write(endless(tmp_path, **limits))

@@ -28,6 +28,7 @@ from simulator.links import Link, Network
 from simulator.policies import PROFILES
 from simulator.workloads.synthetic import Synthetic, synthetic
 from simulator.world import World
+from tests.support.examples import examples
 
 CHAT = Batching(prefill_tokens_per_second=2000, tpot_ms=30, tpot_ms_more=2, concurrency=4)
 MODELS = [
@@ -114,7 +115,7 @@ def test_simulation_invariants_hold_for_any_workload(
     assert first[1] == again[1]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0, 5), st.integers(1, 1000), st.sets(st.integers(0, 3), min_size=1), st.booleans()),

@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shared.errors import CheckpointInvalid
+from tests.support.examples import examples
 from tests.unit.loader.convert.models import same, some_weights, stored
 from weights.convert.job import convert
 from weights.formats.verify import verify
@@ -31,7 +32,7 @@ def saved(legacy: bool) -> bytes:
 ARCHIVE, LEGACY = saved(False), saved(True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.booleans(), st.floats(0, 1, exclude_max=True), st.integers(0, 255), st.none() | st.floats(0, 1))
 @example(False, 0.0, 0, None)
 def test_flipped_and_cut_files(legacy: bool, place: float, byte: int, cut: float | None) -> None:
@@ -52,7 +53,7 @@ def test_flipped_and_cut_files(legacy: bool, place: float, byte: int, cut: float
         shutil.rmtree(directory)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=200), st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02", LEGACY[:40], ARCHIVE[:200]]))
 def test_random_bytes_are_refused(noise: bytes, before: bytes) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shared.errors import CheckpointInvalid, ThawError, UnsupportedArchitecture
+from tests.support.examples import examples
 from tests.unit.loader.convert.models import raw, stored, write_torch
 from weights.convert.job import convert
 from weights.convert.parallel import Plan, plan_for
@@ -134,7 +135,7 @@ def part_of(tensor: torch.Tensor, split: Split | None, rank: int, ranks: int) ->
     return b"".join(bytes(p) for p in pieces(source, split, rank, ranks))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_slices_equal_those_of_torch(data: st.DataObject) -> None:
     ranks, blocks = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from shared.contracts.segment import PAGE
 from shared.dtypes import SAFETENSORS_BITS, TORCH_NAMES
 from shared.errors import CheckpointInvalid
+from tests.support.examples import examples
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.convert.models import named, raw, same, some_weights, stored, write_torch
 from weights.convert.job import convert
@@ -65,7 +66,7 @@ def can_copy(dtype: torch.dtype) -> bool:
     return not str(dtype).startswith(("torch.bits", "torch.float4"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.booleans())
 def test_any_tensors_of_pytorch(data: st.DataObject, legacy: bool) -> None:
     names = sorted(LEGACY if legacy else TORCH_NAMES.values())
@@ -79,7 +80,7 @@ def test_any_tensors_of_pytorch(data: st.DataObject, legacy: bool) -> None:
     assert not found["t0"].data or found["tied"].offset == found["t0"].offset
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(sorted(SAFETENSORS_BITS)), SHAPES, st.integers(0, 255)), min_size=1, max_size=5))
 def test_any_tensors_of_safetensors(described: list[tuple[str, list[int], int]]) -> None:
     header, content, expected = {}, b"", {}

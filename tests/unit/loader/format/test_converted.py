@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from shared.dtypes import DTYPE_BITS, row_major
 from shared.errors import CheckpointInvalid
+from tests.support.examples import examples
 from weights.formats.checkpoint import open_checkpoint
 from weights.formats.converted import (
     ALIGNMENT,
@@ -199,7 +200,7 @@ ODD = (
 FIELDS = st.sampled_from(["name", "rank", "offset", "size", "shape", "stride", "dtype", "dim", "sha256", "extra"])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(
         st.builds(

@@ -14,6 +14,7 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
 from shared.contracts.models import LayerSizes, ModelSpec, Slo
 from shared.contracts.node import InstanceState
+from tests.support.examples import examples
 from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.test_group_machine import GROUPS, NAMES, NODES, Groups
 from tests.unit.scheduler.world import World
@@ -128,7 +129,7 @@ def add_remote(w: World, name: str) -> None:
 
 TestConsolidatedGroups = ConsolidatedGroups.TestCase
 TestConsolidatedGroups.settings = settings(
-    max_examples=40,
+    max_examples=examples(40),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

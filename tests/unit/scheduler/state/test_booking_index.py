@@ -21,6 +21,7 @@ from services.scheduler.domain.state.entities import Device, Node
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Cooldown, Estimate
 from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from tests.support.examples import examples
 
 INFO = ModelInfo(
     source="/m/a",
@@ -113,7 +114,7 @@ def draft_of(seed: int) -> Transaction:
 drafts = st.integers(0, 2**32).map(draft_of)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     drafts,
     st.integers(1, 9),

@@ -32,7 +32,9 @@ _TORCH_USERS = ("bench.loader_case", "tests.support.mapped_gpu_units")
 """Other modules that import torch; a fork server does not import these themselves."""
 _LIGHT = (*SERVICES, "services.enginehost", "thaw.cli.app", "thaw.launcher.supervisor")
 _STUBS = ("tests.support.stub_engine", "tests.support.stub_zygote", "tests.support.stopping_loader")
-FORKED = (*_LIGHT, *_STUBS, *ENGINES, *_TORCH_USERS)
+_PARSER = "services.gateway.http.parsing.parser_worker"
+"""Imported with the gateway, which tests have in their own process, too."""
+FORKED = (*_LIGHT, _PARSER, *_STUBS, *ENGINES, *_TORCH_USERS)
 _COMMANDS = tuple(f"thaw.cli.{name}" for name in ("up", "keys", "models", "ps", "doctor", "logs"))
 """Modules that the command line imports when they are used."""
 _LIBRARIES = "tests.support.engine_libraries"

@@ -37,6 +37,18 @@ _PARSER = "services.gateway.http.parsing.parser_worker"
 FORKED = (*_LIGHT, _PARSER, *_STUBS, *ENGINES, *_TORCH_USERS)
 _COMMANDS = tuple(f"thaw.cli.{name}" for name in ("up", "keys", "models", "ps", "doctor", "logs"))
 """Modules that the command line imports when they are used."""
+_LATE = (
+    "alembic.command",
+    "anyio._backends._asyncio",
+    "httpcore._api",
+    "opentelemetry.exporter.otlp.proto.common.trace_encoder",
+    "rich._emoji_codes",
+    "uvicorn.protocols.http.httptools_impl",
+)
+"""Modules that services and the command line import in their first seconds, or with a first use.
+
+Not grpc's, whose state does not survive a fork.
+"""
 _LIBRARIES = "tests.support.engine_libraries"
 _READ_BY_PYTHON = ("PYTHON", "LD_")
 _READ_BY_TORCH = ("OMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_", "HF_", "TRANSFORMERS_")
@@ -149,7 +161,7 @@ def _server_for(module: str, arguments: list[str], environment: Mapping[str, str
         if module == "thaw.cli.app" and True in _servers:
             has_torch = True
         if has_torch not in _servers:
-            modules = (*((_LIBRARIES,) if has_torch else ()), *_LIGHT, *_COMMANDS, *_STUBS, *(ENGINES if has_torch else ()))
+            modules = (*((_LIBRARIES,) if has_torch else ()), *_LIGHT, *_COMMANDS, *_LATE, *_STUBS, *(ENGINES if has_torch else ()))
             server = ForkServer(modules, os.environ | {"PYTHONUNBUFFERED": "1"}, ROOT, program=SERVER)
             _servers[has_torch] = server
             assert server.await_ready(_READY_WITHIN_S), "the tests' fork server ended, or imports for two minutes"

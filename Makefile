@@ -52,6 +52,7 @@ test-long: $(STAMP) ## Run the tests that repeat many times: 1,000 moves, 200 sw
 	@THAW_TEST_CHAOS_KILLS=40 $(BIN)/pytest tests/chaos/test_campaign.py
 	@THAW_TEST_EXECUTOR_KILLS=200 $(BIN)/pytest tests/chaos/test_executor_kills.py
 	@THAW_TEST_SWAPS=200 THAW_TEST_MIGRATIONS=200 THAW_TEST_CHANGES=100 $(BIN)/pytest $(REAL)/test_suspend.py $(REAL)/test_moving.py $(REAL)/test_plugin.py
+	@THAW_TEST_FULL_BODIES=1 $(BIN)/pytest tests/integration/gateway/test_large_bodies.py tests/integration/gateway/test_large_translated.py
 	@$(BIN)/pytest -m long tests
 	@THAW_TEST_RANDOM=1 THAW_TEST_EXAMPLES=100 $(BIN)/pytest -n $(WORKERS) -m hypothesis tests/unit tests/contract
 

@@ -13,12 +13,12 @@ import tomllib
 from functools import cache
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
 from tests.docker import test_kubernetes as manifests
 from tests.docker.engine import ROOT
+from tests.support.kubernetes_schemas import validate
 from tests.support.kubernetes_tools import helm
 
 CHART = ROOT / "deploy" / "helm" / "thaw"
@@ -91,7 +91,7 @@ def test_rendered_chart_fits_the_schema(example: str, release: str) -> None:
     resources = rendered(*filter(None, [example]), release=release)
     assert len(by_name(resources)) == len(resources)
     for resource in resources:
-        kubernetes_validate.validate(resource, release, strict=True)
+        validate(resource, release)
 
 
 @pytest.mark.parametrize("example", ["", *EXAMPLES])

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import kubernetes_validate
 import pytest
 import yaml
 
 from shared.ports import free_port
 from tests.docker.engine import ROOT
+from tests.support.kubernetes_schemas import ValidationError, validate
 from tests.support.kubernetes_tools import kubectl
 from tests.support.launcher import until
 from tests.support.servers import wait_for_port, wheel_script
@@ -86,21 +86,21 @@ def test_every_resource_fits_the_schema(release: str) -> None:
     resources = written()
     assert {r["kind"] for r in resources} >= {"Deployment", "DaemonSet", "StatefulSet", "PodDisruptionBudget", "NetworkPolicy"}
     for resource in resources:
-        kubernetes_validate.validate(resource, release, strict=True)
+        validate(resource, release)
 
 
 def test_schema_refuses_a_misspelled_field() -> None:
     (deployment,) = [r for r in written() if r["kind"] == "Deployment" and r["metadata"]["name"] == "gateway"]
     broken = json.loads(json.dumps(deployment))
     broken["spec"]["template"]["spec"]["containers"][0]["comand"] = ["sh"]
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(broken, RELEASES[-1], strict=True)
+    with pytest.raises(ValidationError):
+        validate(broken, RELEASES[-1])
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_rendered_overlay_fits_the_schema(overlay: str) -> None:
     for resource in rendered(overlay):
-        kubernetes_validate.validate(resource, RELEASES[-1], strict=True)
+        validate(resource, RELEASES[-1])
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -228,7 +228,7 @@ def test_node_reads_its_name_and_url_from_the_files_of_its_own(made: tuple[Path,
 def test_secrets_fit_the_schema_and_keep_passwords_when_a_node_is_added(made: tuple[Path, dict[str, Resource]]) -> None:
     directory, secrets = made
     for secret in secrets.values():
-        kubernetes_validate.validate(secret, RELEASES[-1], strict=True)
+        validate(secret, RELEASES[-1])
     command = [sys.executable, "-m", "thaw.kubernetes", str(directory), *NODES, "gpu-b"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     later = {s["metadata"]["name"]: s["stringData"] for s in yaml.safe_load_all(done.stdout)}

@@ -13,6 +13,7 @@ from tests.integration.loader.tiers_server import Faults, TierServer
 from tests.support.launcher import Thaw, until
 from thaw.demo.models import make_demo_model
 
+SHARED = True
 STALL_BYTES = 256 * 1024
 
 

@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 SHARED_MESH = (
-    "batches", "console", "console_doctor", "console_logs", "console_models", "documents", "ollama", "openai",
+    "batches", "console", "console_doctor", "console_logs", "console_models", "documents", "ollama", "openai", "pulls",
     "tools", "traffic", "translated_apis", "verbs",
 )  # fmt: skip
 """Modules of tests/e2e that share a mesh (`SHARED`); the last one ends it."""

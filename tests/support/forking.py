@@ -34,9 +34,23 @@ _LIGHT = (*SERVICES, "services.enginehost", "thaw.cli.app", "thaw.launcher.super
 _TOOLS = ("simulator", "weights.load", "weights.convert")
 """What the command line and the gateway run as processes of their own."""
 _STUBS = ("tests.support.stub_engine", "tests.support.stub_zygote", "tests.support.stopping_loader")
-FORKED = (*_LIGHT, *_TOOLS, *_STUBS, *ENGINES, *_TORCH_USERS)
+_PARSER = "services.gateway.http.parsing.parser_worker"
+"""Imported with the gateway, which tests have in their own process, too."""
+FORKED = (*_LIGHT, _PARSER, *_TOOLS, *_STUBS, *ENGINES, *_TORCH_USERS)
 _COMMANDS = tuple(f"thaw.cli.{name}" for name in ("up", "keys", "models", "ps", "doctor", "logs"))
 """Modules that the command line imports when they are used."""
+_LATE = (
+    "alembic.command",
+    "anyio._backends._asyncio",
+    "httpcore._api",
+    "opentelemetry.exporter.otlp.proto.common.trace_encoder",
+    "rich._emoji_codes",
+    "uvicorn.protocols.http.httptools_impl",
+)
+"""Modules that services and the command line import in their first seconds, or with a first use.
+
+Not grpc's, whose state does not survive a fork.
+"""
 _LIBRARIES = "tests.support.engine_libraries"
 _READ_BY_PYTHON = ("PYTHON", "LD_")
 _READ_BY_TORCH = ("OMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_", "HF_", "TRANSFORMERS_")
@@ -154,6 +168,7 @@ def _server_for(module: str, arguments: list[str], environment: Mapping[str, str
                 *_LIGHT,
                 *_TOOLS,
                 *_COMMANDS,
+                *_LATE,
                 *_STUBS,
                 *(ENGINES if has_torch else ()),
             )

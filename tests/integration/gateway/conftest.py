@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,17 @@ class Served:
             status = await self.task
         await self.http.aclose()
         return status
+
+
+@pytest.fixture
+def own_nats(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
+    """Start a NATS server for each test, which needs empty streams.
+
+    The test module may set `MAX_PAYLOAD`, the largest message.
+    """
+    server = NatsServer(max_payload=getattr(request.module, "MAX_PAYLOAD", "8MB"))
+    yield server
+    server.close()
 
 
 ServeFn = Callable[..., AbstractAsyncContextManager[Served]]

@@ -24,13 +24,15 @@ from shared.messaging import Mesh
 from shared.messaging.body_parts import decode_body_part
 from shared.messaging.streams import catalog_bucket
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
+from tests.integration.gateway.large_sizes import MIB, SMALL_PAYLOAD
 from tests.support.fake_engine import FakeEngine, FakeNode, Run, card_of
 
+MAX_PAYLOAD = SMALL_PAYLOAD
 ROUTE = "/v1/audio/transcriptions"
 OWN = card_of("own", engine="vllm", routes=(ROUTE, "/v1/rerank"))
-SOUND = random.Random(1).randbytes(20 << 20)
+SOUND = random.Random(1).randbytes(20 * MIB)
 """More than a message of the test's NATS server."""
-IMAGE = "data:image/png;base64," + "QUJD" * (3 << 20)
+IMAGE = "data:image/png;base64," + "QUJD" * (3 * MIB)
 
 
 async def received(mesh: Mesh, run: Run) -> bytes:
@@ -147,7 +149,7 @@ async def test_escaped_slashes_stay_escaped(http: httpx.AsyncClient, node: FakeN
     """Base64 in the form in which PHP encodes it."""
     bodies: list[bytes] = []
     await node.engine("own", answering(node.mesh, bodies))
-    url = "data:image/png;base64," + "QU/D" * (3 << 20)
+    url = "data:image/png;base64," + "QU/D" * (3 * MIB)
     body = json.dumps(with_image(url)).replace("/", "\\/")
     answer = await http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 200, answer.text
@@ -165,10 +167,10 @@ async def test_a_route_of_the_engine_takes_large_json(http: httpx.AsyncClient, n
 @pytest.mark.parametrize(
     ("path", "asked"),
     [
-        ("/v1/chat/completions", chat("own") | {"messages": [{"role": "user", "content": "word " * (3 << 20)}]}),
-        ("/v1/chat/completions", chat("own") | {"messages": [{"role": "user", "content": "QUJD" * (3 << 20)}]}),
-        ("/v1/chat/completions", chat("own") | {"user": "QUJD" * (3 << 20)}),
-        ("/v1/completions", {"model": "own", "prompt": "QUJD" * (3 << 20)}),
+        ("/v1/chat/completions", chat("own") | {"messages": [{"role": "user", "content": "word " * (3 * MIB)}]}),
+        ("/v1/chat/completions", chat("own") | {"messages": [{"role": "user", "content": "QUJD" * (3 * MIB)}]}),
+        ("/v1/chat/completions", chat("own") | {"user": "QUJD" * (3 * MIB)}),
+        ("/v1/completions", {"model": "own", "prompt": "QUJD" * (3 * MIB)}),
         ("/v1/chat/completions", with_image() | {"model": "alpha"}),
         ("/v1/embeddings", {"model": "vectors", "input": IMAGE}),
     ],
@@ -193,7 +195,7 @@ async def test_invalid_large_bodies_are_refused(gateway: Served, http: httpx.Asy
 
 
 async def test_bodies_beyond_the_bounds_are_refused_before_they_are_read(node: FakeNode, serve: ServeFn) -> None:
-    async with serve(max_held_bytes=30 << 20, max_held_bytes_per_key=30 << 20, max_body_bytes=25 << 20) as gateway:
+    async with serve(max_held_bytes=30 * MIB, max_held_bytes_per_key=30 * MIB, max_body_bytes=25 * MIB) as gateway:
         await register(gateway, node)
         http, go = gateway.http, asyncio.Event()
 
@@ -208,7 +210,7 @@ async def test_bodies_beyond_the_bounds_are_refused_before_they_are_read(node: F
         refused = await send(http, upload(http))
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
-        assert str(30 << 20) in refused.json()["error"]["message"]
+        assert str(30 * MIB) in refused.json()["error"]["message"]
         assert "retry-after" in refused.headers
         too_large = await send(http, upload(http, SOUND * 2))
         assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "payload_too_large")
@@ -222,14 +224,14 @@ async def test_bodies_beyond_the_bounds_are_refused_before_they_are_read(node: F
 
 
 async def test_a_chunked_upload_is_bounded_too(node: FakeNode, serve: ServeFn) -> None:
-    async with serve(max_held_bytes=12 << 20) as gateway:
+    async with serve(max_held_bytes=12 * MIB) as gateway:
         await register(gateway, node)
         request = upload(gateway.http)
         await request.aread()
 
         async def parts() -> AsyncIterator[bytes]:
-            for at in range(0, len(request.content), 1 << 20):
-                yield request.content[at : at + (1 << 20)]
+            for at in range(0, len(request.content), MIB):
+                yield request.content[at : at + MIB]
 
         headers = {"content-type": request.headers["content-type"]}
         answer = await gateway.http.post(ROUTE, content=parts(), headers=headers)
@@ -263,7 +265,7 @@ async def test_a_client_that_leaves_during_its_upload_frees_its_body(gateway: Se
     await request.aread()
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.gateway_port)
     head = f"POST {ROUTE} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(request.content)}\r\n"
-    writer.write(f"{head}content-type: {request.headers['content-type']}\r\n\r\n".encode() + request.content[: 12 << 20])
+    writer.write(f"{head}content-type: {request.headers['content-type']}\r\n\r\n".encode() + request.content[: 12 * MIB])
     await writer.drain()
     directory = gateway.settings.state / "gateway" / "bodies"
 
@@ -282,7 +284,7 @@ async def test_a_slow_upload_ends_with_the_time_of_a_body(node: FakeNode, serve:
         await request.aread()
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.gateway_port)
         head = f"POST {ROUTE} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(request.content)}\r\n"
-        writer.write(f"{head}content-type: {request.headers['content-type']}\r\n\r\n".encode() + request.content[: 12 << 20])
+        writer.write(f"{head}content-type: {request.headers['content-type']}\r\n\r\n".encode() + request.content[: 12 * MIB])
         await writer.drain()
         assert b" 408 " in await reader.readline()
         writer.close()

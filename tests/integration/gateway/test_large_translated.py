@@ -20,14 +20,16 @@ from shared.errors import BodyLost
 from shared.messaging.streams import catalog_bucket
 from tests.integration.gateway import test_messages, test_ollama_client, test_responses
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, until, until_listed
+from tests.integration.gateway.large_sizes import MIB, SMALL_PAYLOAD
 from tests.integration.gateway.test_large_bodies import all_closed, open_bodies, read_part, received
 from tests.support.fake_engine import FakeNode, Run, card_of
 
 ollama = pytest.importorskip("ollama")
+MAX_PAYLOAD = SMALL_PAYLOAD
 SERVED = ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
 PLAIN = card_of("plain", engine="vllm")
 SERVES = card_of("serves", engine="vllm", routes=SERVED)
-PICTURE = b"\xff\xd8\xff" + random.Random(5).randbytes(9 << 20)
+PICTURE = b"\xff\xd8\xff" + random.Random(5).randbytes(9 * MIB)
 """Begins as a JPEG; in base64 it exceeds a message of the test's NATS server."""
 ENCODED = base64.b64encode(PICTURE).decode()
 URL = f"data:image/jpeg;base64,{ENCODED}"
@@ -155,7 +157,7 @@ async def test_other_large_bodies_are_refused_in_the_form_of_the_api(
 ) -> None:
     """An image for a model that takes text only, long text in base64, and long prose."""
     engine = await node.engine("plain")
-    texts = [asking(path, "AA", text * (3 << 20)) for text in ("QUJD", "word ")]
+    texts = [asking(path, "AA", text * (3 * MIB)) for text in ("QUJD", "word ")]
     for asked in (asking(path, model="alpha"), *texts):
         answer = await http.post(path, json=asked)
         assert (answer.status_code, error_of(path, answer)[0]) == (413, KINDS.get(path))
@@ -165,20 +167,20 @@ async def test_other_large_bodies_are_refused_in_the_form_of_the_api(
 
 
 async def test_bodies_over_the_limit_are_refused_in_the_form_of_the_api(node: FakeNode, serve: ServeFn) -> None:
-    async with serve(max_body_bytes=10 << 20) as gateway:
+    async with serve(max_body_bytes=10 * MIB) as gateway:
         await register(gateway, node)
         for path in (*PATHS, "/v1/messages/count_tokens"):
             for model in ("plain", "serves"):
                 answer = await gateway.http.post(path, json=asking(path, model=model))
                 assert (answer.status_code, error_of(path, answer)[0]) == (413, KINDS.get(path))
-                assert str(10 << 20) in error_of(path, answer)[1]
+                assert str(10 * MIB) in error_of(path, answer)[1]
         async with test_messages.client_of(gateway) as client:
             with pytest.raises(anthropic.RequestTooLargeError):
                 await client.messages.create(**asking("/v1/messages"))
         async with test_responses.client_of(gateway) as openai_client:
-            with pytest.raises(openai.APIStatusError, match=str(10 << 20)):
+            with pytest.raises(openai.APIStatusError, match=str(10 * MIB)):
                 await openai_client.responses.create(**asking("/v1/responses"))
-        with pytest.raises(ollama.ResponseError, match=str(10 << 20)) as caught:
+        with pytest.raises(ollama.ResponseError, match=str(10 * MIB)) as caught:
             await ask_chat(gateway)
         assert caught.value.status_code == 413
         await all_closed(gateway)
@@ -226,7 +228,7 @@ async def test_clients_that_leave_during_their_uploads_free_their_bodies(gateway
         content = json.dumps(asking(path)).encode()
         _, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.gateway_port)
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
-        writer.write(head.encode() + content[: 10 << 20])
+        writer.write(head.encode() + content[: 10 * MIB])
         await writer.drain()
         writers.append(writer)
     await until(have_begun)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.support import forking
+from tests.support import fork_server, forking
 
 THREADS = 4
 
@@ -39,3 +40,16 @@ def test_threads_that_start_processes_at_once_share_one_server(monkeypatch: pyte
         servers = list(threads.map(lambda _: forking._server_for("services.loader", [], {}), range(THREADS)))
     assert len(Starting.started) == 1
     assert [*map(id, servers)] == [id(Starting.started[0])] * THREADS
+
+
+class Library:
+    """Something with a finalizer."""
+
+
+def test_forked_process_leaves_out_finalizers_of_imports_and_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weakref.finalize, "_registry", {})  # those of this process run at its exit
+    imported, own = Library(), Library()
+    first = weakref.finalize(imported, print)
+    fork_server._keep_libraries()
+    second = weakref.finalize(own, print)
+    assert (first.atexit, second.atexit) == (False, True)

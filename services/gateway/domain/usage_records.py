@@ -56,23 +56,22 @@ class UsageRecord:
 
     def line(self) -> bytes:
         """Encode the record as one line of a spool."""
-        fields: list[Any] = [
-            self.hour,
-            self.key,
-            self.model,
-            self.adapter,
-            1 if self.failed else 0,
-            self.prompt_tokens,
-            self.cached_tokens,
-            self.completion_tokens,
-        ]
-        if self.compute_us or self.answer_id or self.plan_id is not None:
-            fields += (self.plan_id, round(self.start_s, 3), self.device_kind, self.devices)
-            if self.compute_us or self.answer_id:
-                fields += (self.compute_us, self.compute_kind)
-                if self.answer_id:
-                    fields.append(self.answer_id)
-        return to_json(fields) + b"\n"
+        names = _encode_names(self.key, self.model, self.adapter)
+        counts = f"{1 if self.failed else 0},{self.prompt_tokens},{self.cached_tokens},{self.completion_tokens}"
+        return f"[{self.hour},{names},{counts}{self._encode_rest()}]\n".encode()
+
+    def _encode_rest(self) -> str:
+        """Encode what not every line has; formatted here, as a serializer takes four times as long."""
+        if not self.compute_us and not self.answer_id and self.plan_id is None:
+            return ""
+        if self.plan_id is None:
+            start = ',null,0,"",1'
+        else:
+            start = f",{_encode(self.plan_id)},{round(self.start_s, 3)!r},{_encode(self.device_kind)},{self.devices}"
+        if not self.compute_us and not self.answer_id:
+            return start
+        computing = f"{start},{self.compute_us},{_encode(self.compute_kind)}"
+        return f"{computing},{_encode(self.answer_id)}" if self.answer_id else computing
 
     @classmethod
     def parse(cls, line: bytes) -> UsageRecord | None:
@@ -122,11 +121,8 @@ class UsageRecord:
         """True if a report and PostgreSQL take the record."""
         return (
             0 <= self.hour <= MAX_HOUR
-            and self.prompt_tokens <= _MAX_TOKENS
-            and self.cached_tokens <= _MAX_TOKENS
-            and self.completion_tokens <= _MAX_TOKENS
+            and self.has_storable_counts()
             and math.isfinite(self.start_s)
-            and self.compute_us <= _MAX_COMPUTE_US
             and len(self.device_kind) <= _MAX_KIND_CHARACTERS
             and 1 <= self.devices <= _MAX_DEVICES
             and _is_storable_name(self.key)
@@ -137,6 +133,25 @@ class UsageRecord:
             and _is_storable_name(self.compute_kind)
             and (not self.answer_id or _is_storable_name(self.answer_id))
         )
+
+    def has_storable_counts(self) -> bool:
+        """True if the ledger takes the record's tokens and device time."""
+        return (
+            self.prompt_tokens <= _MAX_TOKENS
+            and self.cached_tokens <= _MAX_TOKENS
+            and self.completion_tokens <= _MAX_TOKENS
+            and self.compute_us <= _MAX_COMPUTE_US
+        )
+
+
+@lru_cache(_CHECKED_NAMES)
+def _encode_names(key: str, model: str, adapter: str) -> str:
+    return f"{_encode(key)},{_encode(model)},{_encode(adapter)}"
+
+
+@lru_cache(_CHECKED_NAMES)
+def _encode(name: str) -> str:
+    return to_json(name).decode()
 
 
 @lru_cache(_CHECKED_NAMES)

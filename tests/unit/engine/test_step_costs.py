@@ -55,8 +55,10 @@ def test_seconds_that_an_ended_request_has_not_reported_are_work_of_no_request()
     costs.split(2.0, {"a": 1})
     assert costs.report("a") == 2.0
     costs.split(5.0, {"a": 1})
+    assert (costs.charged_s, costs.closed_s) == (5.0, 0.0)
     costs.close("a")
     assert (costs.report("a"), costs.background_s) == (0.0, {OWN: 3.0})
+    assert (costs.charged_s, costs.closed_s) == (2.0, 2.0)
 
 
 def test_requests_that_take_memory_pay_for_what_is_computed_again() -> None:
@@ -132,6 +134,7 @@ def test_charges_add_up_to_the_time_of_all_steps(steps: list[_Step]) -> None:
         costs.begin(now)
         costs.split(now + 1e6, {name: 1})
         used += 1e6
+    assert costs.closed_s == pytest.approx(reported)
     assert reported + sum(map(costs.report, ["a", "b", "c", "d", "last"])) + sum(costs.background_s.values()) == pytest.approx(used)
 
 

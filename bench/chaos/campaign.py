@@ -161,7 +161,8 @@ class Campaign:
                 findings.device_time = self._measure_device_time(rows)
                 if fault := findings.device_time.find_fault():
                     findings.metering_faults.append(fault)
-            if not findings.metering_faults or time.monotonic() > deadline:
+            is_final = findings.device_time.is_settled or time.monotonic() > deadline
+            if is_final and (not findings.metering_faults or time.monotonic() > deadline):
                 return
             time.sleep(0.25)
 

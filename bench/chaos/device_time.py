@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TOLERANCE = 0.01
+SETTLED = 0.0005
+"""A campaign waits for such a difference, as long as it may."""
 UNKNOWN_S = 0.1
 """Per engine that was killed: a step."""
 
@@ -74,6 +76,11 @@ class DeviceTime:
     @property
     def most_s(self) -> float:
         return self.metered_s * (1 + TOLERANCE) + self.unknown_s
+
+    @property
+    def is_settled(self) -> bool:
+        """False while the ledger waits for gateways to record what engines have charged."""
+        return abs(self.ledger_s - self.metered_s) <= SETTLED * self.metered_s
 
     def find_fault(self) -> str | None:
         """Return in words that the ledger is outside the bounds; None: it is not."""

@@ -42,6 +42,8 @@ def test_without_kills_the_ledger_may_differ_by_one_percent(ledger_s: float, is_
     found = measure(meters, [row(ledger_s / 2), row(ledger_s / 2, 1.0)], 0)
     assert (found.ledger_s, found.background_s) == (pytest.approx(ledger_s), 1.0)
     assert (found.find_fault() is None) == is_right
+    assert not found.is_settled
+    assert measure(meters, [row(9.996)], 0).is_settled
 
 
 def test_killed_engines_widen_the_bounds_by_a_step() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -21,6 +23,7 @@ from services.engine.generation.events import Broken, Event, Progressed
 from services.engine.generation.request import Choice, GenerationRequest
 from services.engine.generation.runner import Row
 from shared.contracts.inference import FairShare
+from shared.engines.charge_page import ChargePage, read_charges
 
 _Step = tuple[float, float, dict[str, int], dict[str, int], tuple[str, int, str] | None, str | None]
 """Seconds of computing and of the rest; tokens of requests, and by cause; a victim, its lost tokens
@@ -196,7 +199,9 @@ def _request(name: str, draw: random.Random) -> GenerationRequest:
     return GenerationRequest(name, choices, SamplingParams(temperature=0.0), len(prompt), None, (), share=share)
 
 
-def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_percent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Requests arrive and are cancelled at random, are paused for other keys, and lose memory."""
     clock = _Clock()
     for module in ("batcher", "device_loop"):
@@ -224,6 +229,7 @@ def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_perce
             grew.notify_all()
 
     batcher = Batcher(cast(Any, _Runner(clock)), cast(Any, None), cast(Any, _Letters()), Limits(4, 10, 512, 64), deliver)
+    batcher.keep_meters(ChargePage(tmp_path / "m.charges"))
     loop = DeviceLoop(1, meter.on_step)
     serving = loop.serve("m", batcher)
     cancelled = set[str]()
@@ -248,3 +254,8 @@ def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_perce
     in_all = sum(charged.values()) + sum(batcher.background_s.values())
     assert in_all - batcher._costs.prepaid_s == pytest.approx(meter.used_s, rel=0.01)
     assert in_all - batcher._costs.prepaid_s == pytest.approx(batcher.busy_s, rel=0.001)
+    assert batcher._costs.closed_s == pytest.approx(sum(charged.values()))
+    final = read_charges(tmp_path / "m.charges", os.getpid())
+    assert final is not None
+    assert final.busy_s == pytest.approx(batcher.busy_s)
+    assert final.charged_s + final.own_s == pytest.approx(in_all, rel=0.001)

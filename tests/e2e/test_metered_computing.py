@@ -93,7 +93,7 @@ def test_abandoned_work_is_in_the_ledger_as_well(admin: httpx.Client, keyed: ope
 
 
 def test_a_killed_engine_is_metered_to_its_last_step(admin: httpx.Client, keyed: openai.OpenAI) -> None:
-    """Its last report lacks what it computed since, and no gateway has it of a request without an answer yet."""
+    """Its last report lacks what it computed since."""
     message: Any = {"role": "user", "content": "word " * 200}
     (engine,) = [i for i in list_instances(admin) if i["state"] == "ready"]
     stream = keyed.chat.completions.create(

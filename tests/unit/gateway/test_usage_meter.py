@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +189,51 @@ async def test_a_record_that_the_ledger_would_refuse_keeps_no_others_back(tmp_pa
     (report,) = mesh.reports
     assert ([row.counts.requests for row in report.rows], report.waits) == ([1], ())
     meter.close()
+
+
+async def test_records_of_a_killed_gateway_are_reported_without_the_blocks_that_it_had_allocated(tmp_path: Path) -> None:
+    count = 2_000  # of more bytes than are allocated at once
+    pid = os.fork()
+    if pid == 0:
+        meter = UsageMeter(cast(Mesh, None), "killed", tmp_path)
+        meter.open()
+        for _ in range(count):
+            meter.record(RECORD)
+        meter.note_open([OpenUsage("lost", 1, "a", "m", "", 90_000, "cpu")])
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    mesh = UnreliableMesh()
+    meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
+    meter.open()
+    assert await meter.flush()
+    assert (mesh.ledger.requests, mesh.ledger.cpu_us) == (count, 90_000)
+    meter.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_record_for_which_the_disk_has_no_block_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = RecordingMesh()
+    meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
+    meter.open()
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", refuse)
+        meter.record(RECORD)
+    meter.record(RECORD)
+    assert await meter.flush()
+    assert (meter.dropped, [r.counts.requests for r in mesh.reports[0].rows]) == (1, [1])
+    meter.close()
+
+
+def test_a_closed_spool_ends_with_its_last_record(tmp_path: Path) -> None:
+    meter = UsageMeter(cast(Mesh, None), "own", tmp_path)
+    meter.open()
+    meter.record(RECORD)
+    meter.close()
+    assert (tmp_path / "own-0.usage").read_bytes() == RECORD.line()
 
 
 async def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:

@@ -191,17 +191,22 @@ async def test_a_record_that_the_ledger_would_refuse_keeps_no_others_back(tmp_pa
     meter.close()
 
 
-async def test_records_of_a_killed_gateway_are_reported_without_the_blocks_that_it_had_allocated(tmp_path: Path) -> None:
-    count = 2_000  # of more bytes than are allocated at once
+def kill_gateway(directory: Path, count: int) -> None:
+    """Have another process kill itself that has records and an open request in its spool."""
     pid = os.fork()
     if pid == 0:
-        meter = UsageMeter(cast(Mesh, None), "killed", tmp_path)
+        meter = UsageMeter(cast(Mesh, None), "killed", directory)
         meter.open()
         for _ in range(count):
             meter.record(RECORD)
         meter.note_open([OpenUsage("lost", 1, "a", "m", "", 90_000, "cpu")])
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+async def test_records_of_a_killed_gateway_are_reported_without_the_zeros_after_them(tmp_path: Path) -> None:
+    count = 2_000  # of more bytes than are allocated at once
+    kill_gateway(tmp_path, count)
     mesh = UnreliableMesh()
     meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
     meter.open()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from sqlalchemy import select, update
+from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -120,6 +120,6 @@ async def _take_back(connection: AsyncConnection, name: AccountName, us: int) ->
             return
 
 
-def _is(name: AccountName) -> tuple[object, ...]:
+def _is(name: AccountName) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     table = tables.device_accounts
     return table.c.model == name[0], table.c.device_kind == name[1]

@@ -13,8 +13,8 @@ is measured in the same slices, with all processes on the same cores. The run is
 gateway.
 
 Beside other work the CPU time of slices varies by more than what metering takes. Therefore the
-gateway also adds up the CPU time of the thread in its two parts: recording a request, and summing
-up its records for a report. What they displace from the processor's caches is not in it.
+gateway also adds up the CPU time of the thread in its two parts: recording a request, and making a
+report of the sums. What they displace from the processor's caches is not in it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,8 +39,7 @@ from bench.prepared_engine import FREE
 from bench.raw_client import Connection, cpu_s, post_of, send_load
 from bench.report import write
 from bench.warm_targets import Processes, start_nats
-from services.gateway.adapters import usage_meter
-from services.gateway.adapters.usage_spool import UsageSpool
+from services.gateway.domain.usage_reports import RecentUsage
 from services.gateway.loop import Gateway
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.telemetry.request_log import RequestOrigin
@@ -74,7 +74,7 @@ class Costs:
 
 def run_gateway(costs_path: Path) -> None:
     """Run a gateway that records no usage of one of the keys, and writes its `Costs` at its end."""
-    costs, meter, read_report = Costs(), Gateway._meter, usage_meter._read_report
+    costs, meter, build = Costs(), Gateway._meter, RecentUsage.build
 
     def meter_unless_plain(self: Gateway, request: ActiveRequest, origin: RequestOrigin) -> None:
         if origin.caller.name != PLAIN:
@@ -83,14 +83,14 @@ def run_gateway(costs_path: Path) -> None:
             costs.record_ns += time.thread_time_ns() - begun
             costs.requests += 1
 
-    def read_timed(spool: UsageSpool) -> ReportUsage | None:
+    def build_timed(self: RecentUsage, spool: str, end: int, unsettled: Container[str]) -> ReportUsage:
         begun = time.thread_time_ns()
-        report = read_report(spool)
+        report = build(self, spool, end, unsettled)
         costs.report_ns += time.thread_time_ns() - begun
         return report
 
     Gateway._meter = meter_unless_plain  # type: ignore[method-assign]
-    usage_meter._read_report = read_timed
+    RecentUsage.build = build_timed  # type: ignore[method-assign]
     atexit.register(costs.write, costs_path)
     sys.argv = ["services.gateway"]
     runpy.run_module("services.gateway", run_name="__main__")
@@ -201,7 +201,7 @@ def _describe(figures: dict[str, float]) -> str:
         return f"{value} ({low} to {high})"
 
     return (
-        f"recording a request takes {figures['record_us']:.1f} us of CPU time, and summing it up {figures['report_us']:.1f} us; "
+        f"recording a request takes {figures['record_us']:.1f} us of CPU time, and reporting it {figures['report_us']:.2f} us; "
         f"metering adds {text('added_ms', 1e3, '+.0f')} us to a request, and {text('added_cpu_us', 1, '+.0f')} us of the gateway's "
         f"CPU time, which is {text('cpu_ratio', 1, '.3f')} x that without; throughput {text('throughput_ratio', 1, '.3f')} x "
         "(medians, 95 % intervals)"

@@ -158,17 +158,17 @@ class Campaign:
                 findings.metered_requests = sum(u.requests for u in ledger.values())
                 findings.metering_faults = find_faults(expected, ledger) + find_spending_faults(CALLERS, rows, spending)
                 self._look()
-                findings.device_time = self._measure_device_time(sent, rows)
+                findings.device_time = self._measure_device_time(rows)
                 if fault := findings.device_time.find_fault():
                     findings.metering_faults.append(fault)
-            if not findings.metering_faults or time.monotonic() > deadline:
+            is_final = findings.device_time.is_settled or time.monotonic() > deadline
+            if is_final and (not findings.metering_faults or time.monotonic() > deadline):
                 return
             time.sleep(0.25)
 
-    def _measure_device_time(self, sent: list[Sent], rows: list[dict[str, Any]]) -> DeviceTime:
-        killed = sum(s.victim in (*_ENGINES, "nats") and s.action == "kill" for x in self._findings.struck for s in x.fault.strikes)
-        disturbed = [(s.exchange.sent, s.exchange.ended) for s in sent if s.is_disturbed]
-        return measure(self._meters, rows, killed, disturbed)
+    def _measure_device_time(self, rows: list[dict[str, Any]]) -> DeviceTime:
+        killed = sum(s.victim in _ENGINES and s.action == "kill" for x in self._findings.struck for s in x.fault.strikes)
+        return measure(self._meters, rows, killed)
 
     def _is_disturbed(self, exchange: Exchange) -> bool:
         """Return whether a gateway was struck, or had not recovered, during the exchange."""
@@ -418,7 +418,7 @@ class Campaign:
 
     def _look(self) -> None:
         self._cluster = self._bed.cluster()
-        self._meters.look(self._cluster, time.monotonic())
+        self._meters.look(self._cluster)
 
     # The end.
 

@@ -1,73 +1,56 @@
 """Compare the ledger's device time with the engines' own meters. Pure.
 
 An engine's meter (`busy_s` of its load) counts the seconds that it computes, apart from what it
-charges to requests. A meter ends with its process: what counts is what its nodeagent reported last.
-The two may differ by 1 %, and by what no process can know:
-
-- A killed engine has worked since its last report, and its requests may lack their last seconds.
-- A killed NATS takes messages that engines have sent: a request that another engine continues lacks
-  the device time that they reported.
-- A killed gateway takes the device time of its open requests with it. That is at most what all
-  engines computed while the client sent such a request and repeated it.
+charges to requests. A killed engine leaves its meter to its nodeagent, and the ledger charges what
+no gateway has recorded to the owners of the models (ADR 0101). So the two may differ by 1 %, and by
+a step of each engine that was killed: the engine may end between the writes of its meters.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 TOLERANCE = 0.01
-UNKNOWN_S = 2.0
-"""Per engine or NATS that was killed: a second between reports, half a second between looks, and a
-step.
-"""
-_AFTER_S = 2.0
-"""How long an engine may continue a request whose gateway and client have gone."""
+SETTLED = 0.0005
+"""A campaign waits for such a difference, as long as it may."""
+UNKNOWN_S = 0.1
+"""Per engine that was killed: a step."""
 
 
 @dataclass
 class Meters:
-    """What meters showed: device-seconds by instance and process, and their sum at each look."""
+    """What meters showed last: device-seconds by instance and process."""
 
     _shown: dict[tuple[str, int], float] = field(default_factory=dict)
+    _models: dict[str, str] = field(default_factory=dict)
     _processes: dict[str, int] = field(default_factory=dict)
-    _looks: list[tuple[float, float]] = field(default_factory=list)
 
-    def look(self, cluster: Mapping[str, Any], now: float) -> None:
-        """Read all meters in a view of the cluster.
-
-        The meter of a suspended engine shows 0, and that of an ended one has no process.
-        """
+    def look(self, cluster: Mapping[str, Any]) -> None:
+        """Read all meters in a view of the cluster. The meter of a suspended engine shows 0."""
         for instance in (i for node in cluster["nodes"] for i in node["instances"]):
             name = instance["instance_id"]
-            if instance["pids"]:
-                self._processes[name] = instance["pids"][0]
+            if pid := (instance["pids"] or [instance["ended_pid"]])[0]:
+                self._processes[name] = pid
             if name in self._processes:
                 meter = name, self._processes[name]
                 shown = instance["load"]["busy_s"] * max(1, len(instance["device_ids"]))
                 self._shown[meter] = max(self._shown.get(meter, 0.0), shown)
-        self._looks.append((now, self.total_s))
+                self._models[name] = instance["model"]
 
     @property
     def total_s(self) -> float:
         return sum(self._shown.values())
 
-    def sum_within(self, intervals: Iterable[tuple[float, float]]) -> float:
-        """Return at least the seconds that were computed within any of the intervals."""
-        found, until = 0.0, 0.0
-        for start, end in sorted(intervals):
-            begin = max(start, until)
-            if end > begin:
-                found += self._read_after(end) - self._read_before(begin)
-                until = end
-        return found
+    def list_shown(self, model: str) -> dict[str, float]:
+        """Return the seconds of each engine of a model, by instance and process."""
+        return {f"{name}/{pid}": s for (name, pid), s in self._shown.items() if self._models[name] == model and s}
 
-    def _read_before(self, at: float) -> float:
-        return next((shown for seen, shown in reversed(self._looks) if seen <= at), 0.0)
-
-    def _read_after(self, at: float) -> float:
-        return next((shown for seen, shown in self._looks if seen >= at), self.total_s)
+    @property
+    def models(self) -> set[str]:
+        return set(self._models.values())
 
 
 @dataclass(frozen=True)
@@ -75,22 +58,29 @@ class DeviceTime:
     """Device-seconds of the ledger and of the meters.
 
     Attributes:
-        unknown_s: Of engines and NATS servers that were killed.
-        lost_s: At most what gateways that were struck have taken with them.
+        background_s: The part of the ledger that is charged to no request.
+        unknown_s: Of engines that were killed.
+        models: A line for each model: its part of both, and its engines.
     """
 
     ledger_s: float = 0.0
     metered_s: float = 0.0
+    background_s: float = 0.0
     unknown_s: float = 0.0
-    lost_s: float = 0.0
+    models: tuple[str, ...] = ()
 
     @property
     def least_s(self) -> float:
-        return max(0.0, self.metered_s * (1 - TOLERANCE) - self.unknown_s - self.lost_s)
+        return max(0.0, self.metered_s * (1 - TOLERANCE) - self.unknown_s)
 
     @property
     def most_s(self) -> float:
         return self.metered_s * (1 + TOLERANCE) + self.unknown_s
+
+    @property
+    def is_settled(self) -> bool:
+        """False while the ledger waits for gateways to record what engines have charged."""
+        return abs(self.ledger_s - self.metered_s) <= SETTLED * self.metered_s
 
     def find_fault(self) -> str | None:
         """Return in words that the ledger is outside the bounds; None: it is not."""
@@ -99,17 +89,24 @@ class DeviceTime:
         return f"{self.ledger_s:.2f} s of devices in the ledger, not {self.least_s:.2f} to {self.most_s:.2f}"
 
 
-def measure(
-    meters: Meters, rows: Iterable[Mapping[str, Any]], killed: int, open_requests: Iterable[tuple[float, float]]
-) -> DeviceTime:
+def measure(meters: Meters, rows: Iterable[Mapping[str, Any]], killed: int) -> DeviceTime:
     """Put the ledger beside the meters.
 
     Args:
-        rows: Of `/admin/v1/usage`, all of them.
-        killed: Engines, processes whose end ends an engine, and NATS servers that were killed.
-        open_requests: When requests were sent and answered that were open at a gateway that was
-            struck.
+        rows: Of `/admin/v1/usage` by model, all of them.
+        killed: Engines, and processes whose end ends an engine, that were killed.
     """
-    ledger_us = sum(row["counts"]["compute_cpu_us"] + row["counts"]["compute_cuda_us"] for row in rows)
-    lost_s = meters.sum_within((sent, ended + _AFTER_S) for sent, ended in open_requests)
-    return DeviceTime(ledger_us / 1e6, meters.total_s, killed * UNKNOWN_S, lost_s)
+    of_model: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in rows:
+        of_model[row["model"]][0] += (row["counts"]["compute_cpu_us"] + row["counts"]["compute_cuda_us"]) / 1e6
+        of_model[row["model"]][1] += row["counts"]["background_s"]
+    lines = []
+    for model in sorted({*of_model, *meters.models}):
+        engines = meters.list_shown(model)
+        ledger_s, background_s = of_model[model]
+        if ledger_s or engines:
+            each = ", ".join(f"{name} {seconds:.2f}" for name, seconds in engines.items())
+            difference = ledger_s - sum(engines.values())
+            lines.append(f"{model}: {ledger_s:.2f} s, {background_s:.2f} s of it for no request, {difference:+.3f} s; {each}")
+    total_s, background_s = (sum(found[n] for found in of_model.values()) for n in (0, 1))
+    return DeviceTime(total_s, meters.total_s, background_s, killed * UNKNOWN_S, tuple(lines))

@@ -92,8 +92,9 @@ def summary(findings: Findings) -> str:
             f"strikes skipped for want of a victim: {len(findings.skipped)}",
             f"looks that saw memory booked twice: {len(findings.overbooked)}; booking faults at the end: {len(findings.booking_faults)}",
             f"requests in the ledger: {findings.metered_requests}, {exactness}; metering faults: {len(findings.metering_faults)}",
-            f"device-seconds in the ledger: {time.ledger_s:.2f}, by the engines' meters {time.metered_s:.2f}; "
-            f"{time.least_s:.2f} to {time.most_s:.2f} are possible",
+            f"device-seconds in the ledger: {time.ledger_s:.2f}, {time.background_s:.2f} of them for no request; "
+            f"by the engines' meters {time.metered_s:.2f}; {time.least_s:.2f} to {time.most_s:.2f} are possible",
+            *(f"  {line}" for line in time.models),
             f"left behind: {left}",
         ]
     )
@@ -107,6 +108,7 @@ def figures(findings: Findings) -> dict[str, float]:
         "books_at_the_end": float(len(findings.booking_faults)),
         "metered_requests": float(findings.metered_requests),
         "ledger_device_s": findings.device_time.ledger_s,
+        "background_device_s": findings.device_time.background_s,
         "metered_device_s": findings.device_time.metered_s,
         "least_device_s": findings.device_time.least_s,
         "most_device_s": findings.device_time.most_s,

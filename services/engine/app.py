@@ -59,6 +59,7 @@ from shared.contracts.loader_socket import loader_socket
 from shared.contracts.migration import PrepareResume
 from shared.contracts.phases import Phase
 from shared.engines.adapter_cache import AdapterCache
+from shared.engines.charge_page import open_page
 from shared.engines.instance_process import InstanceProcess
 from shared.errors import MemoryExceeded, ThawError
 from shared.messaging import Mesh
@@ -123,6 +124,7 @@ class Engine(InstanceProcess):
         self._settings = settings
         self._suspension = Suspension(start.instance_id, start.card, self._serving)
         self._files = parts.files
+        self._page = open_page(start)
         self._batcher: Batcher | None = None
         self._lease: KvLease | None = None
         self._weights = LoaderClient(mesh, start)
@@ -283,6 +285,9 @@ class Engine(InstanceProcess):
         if slo.is_set:
             self._serving.follow_objective(slo.percentile)
         self._batcher = Batcher(computable.runner, computable.embedder, self._tokenization, computable.limits, deliver, ttft_s)
+        if self._page is not None:
+            self._batcher.keep_meters(self._page)
+            self._serving.keep_meters(self._page)
         if computable.runner is not None and borrows_pages(self._start):
             self._lease = self._borrow(self._batcher, computable)
         if computable.runner is not None and self._start.stage is None:

@@ -45,6 +45,7 @@ from shared.contracts.loader import FetchModelFiles, ModelFilesFetched, ReleaseW
 from shared.contracts.migration import PrepareResume
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
+from shared.engines.charge_page import open_page
 from shared.engines.instance_process import InstanceProcess
 from shared.errors import Conflict, EngineFailed, InstanceDraining, ThawError, UnsupportedParameter
 from shared.messaging import Mesh
@@ -82,7 +83,7 @@ class Host(InstanceProcess):
     ) -> None:
         """`predecessor`: the instance whose engine this one takes over."""
         mesh = Mesh(settings, f"enginehost-{start.instance_id}")
-        self._serving = Serving(mesh)
+        self._serving = Serving(mesh, open_page(start))
         self._migration = HostMigration(self._serving)
         super().__init__(start, stop, timeline, mesh, self._serving, self._migration)
         self._settings = settings

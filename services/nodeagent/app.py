@@ -292,4 +292,5 @@ def _adopt(record: Record, loop: Loop, effects: EffectRunner, timelines: Timelin
     has_exited = instance.pid is not None and instance.is_shared and not alive
     culprit = executors.culprit(instance.pid) if instance.pid is not None and has_exited else ""
     is_fault = has_exited and reports_fault(log_path)
-    loop.post(e.Adopted(instance, alive, error, frozen, culprit, is_fault))
+    charges = effects.read_charges(instance.instance_id, instance.pid) if not alive else None
+    loop.post(e.Adopted(instance, alive, error, frozen, culprit, is_fault, charges))

@@ -30,6 +30,8 @@ from shared.contracts.loader import PrepareWeights, ReleaseWeights, WeightsRelea
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import NEW_ZYGOTE
 from shared.contracts.stages import LayerRange, Stage
+from shared.engines.charge_page import read_charges
+from shared.engines.final_charges import FinalCharges
 from shared.errors import DeadlineExceeded, EngineFailed, ThawError, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh
 from shared.sizing import need_of
@@ -146,6 +148,10 @@ class EffectRunner:
     def log_path(self, instance_id: str) -> Path:
         return self._logs / f"{instance_id}.engine.log"
 
+    def read_charges(self, instance_id: str, pid: int | None) -> FinalCharges | None:
+        """Return what an ended engine had computed; None: it is not known."""
+        return read_charges(self._records.charges_path(instance_id), pid) if pid is not None else None
+
     def is_frozen(self, instance_id: str) -> bool:
         """True if the instance's processes are frozen."""
         return self._suspender.cgroups.is_frozen(instance_id)
@@ -181,6 +187,7 @@ class EffectRunner:
             traceparent=command.traceparent,
             log_path=str(self.log_path(instance_id)),
             environment=self._environment,
+            charges_path=str(self._records.charges_path(instance_id)),
             cgroup_procs=self._suspender.group_for(self._loop.state.instances[instance_id]),
         )
 
@@ -249,7 +256,8 @@ class EffectRunner:
         elif culprit:
             error = error.model_copy(update={"message": f"{error.message}\nIts executor was computing for {culprit}"})
         log.info("engine exited", extra={"instance": instance_id, "pid": pid, "status": status, "culprit": culprit})
-        self._post(e.EngineExited(instance_id, pid, status, error, culprit, is_stuck, is_fault))
+        charges = self.read_charges(instance_id, pid)
+        self._post(e.EngineExited(instance_id, pid, status, error, culprit, is_stuck, is_fault, charges))
 
     async def _detach(self, instance_id: str, pid: int) -> None:
         """Detach a shared instance; end its executor if that does not answer.
@@ -274,7 +282,8 @@ class EffectRunner:
             self.processes.unwatch(instance_id)
             log.info("detached an instance", extra={"instance": instance_id, "pid": pid, "freed_bytes": detached.freed_bytes})
             ended = EngineFailed("The executor has detached the instance, which had ended").body()
-            self._post(e.EngineExited(instance_id, pid, 0, ended))
+            charges = self.read_charges(instance_id, pid)
+            self._post(e.EngineExited(instance_id, pid, 0, ended, charges=charges))
         finally:
             self._detaching.discard(instance_id)
 

@@ -49,6 +49,9 @@ class EngineStart(Message):
     traceparent: str | None = None
     log_path: str
     environment: dict[str, str] = Field(default_factory=dict, description="THAW_ settings for the engine process.")
+    charges_path: str | None = Field(
+        default=None, description="File in which the engine keeps its meters (`shared.engines.charge_page`); None: in none."
+    )
     cgroup_procs: str | None = Field(
         default=None, description="The cgroup.procs file of the instance's control group, which a hosted engine's processes join."
     )
@@ -119,6 +122,11 @@ class EngineLoad(Frozen):
     )
     background: tuple[BackgroundWork, ...] = Field(
         default=(), description="The part of `busy_s` that is charged to no request. Causes of long ago are left out."
+    )
+    charged_s: float | None = Field(
+        default=None,
+        description="The part of `busy_s` that is charged to requests which have ended, as it was reported to their gateways. "
+        "None of engines that do not count it.",
     )
     idle_ms: int = Field(default=0, description="Since the last request ended; 0 while there is one.")
     adapters: tuple[LoadedAdapter, ...] = ()

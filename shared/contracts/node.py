@@ -213,6 +213,7 @@ class InstanceStatus(Frozen):
     phase: Phase | None = None
     progress: float = 0.0
     pids: tuple[int, ...] = ()
+    ended_pid: int = Field(default=0, description="Its process that has ended, to which `load` belongs; 0: it has none.")
     memory: InstanceMemory = InstanceMemory()
     freed_bytes: int | None = Field(default=None, description="Proved free after the stop.")
     capacity: int = 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -61,6 +63,18 @@ def test_device_time_of_the_ledger_is_the_time_that_the_engine_was_busy(admin: h
     assert read_ledger(admin)[1] == pytest.approx(metered, rel=0.01)
 
 
+def list_instances(admin: httpx.Client) -> list[dict[str, Any]]:
+    nodes = admin.get("/cluster").raise_for_status().json()["nodes"]
+    return [i for node in nodes for i in node["instances"] if i["model"] == MODEL]
+
+
+def read_all(admin: httpx.Client) -> tuple[float, float]:
+    """Return the device seconds of all keys, and those that are for no request."""
+    rows = admin.get("/usage", params={"by": "key", "model": MODEL}).raise_for_status().json()["rows"]
+    counts = [r["counts"] for r in rows]
+    return sum(c["compute_cpu_us"] for c in counts) / 1e6, sum(c["background_s"] for c in counts)
+
+
 def test_abandoned_work_is_in_the_ledger_as_well(admin: httpx.Client, keyed: openai.OpenAI) -> None:
     """What the engine computes is charged to the key, or else to the owner of the model."""
     message: Any = {"role": "user", "content": "word " * 200}
@@ -72,12 +86,35 @@ def test_abandoned_work_is_in_the_ledger_as_well(admin: httpx.Client, keyed: ope
         stream.close()
     until(lambda: not read_load(admin)["active"], what="the engine has dropped the requests")
 
-    def read_all() -> tuple[float, float]:
-        found = admin.get("/usage", params={"by": "key", "model": MODEL}).raise_for_status().json()["rows"]
-        counts = [r["counts"] for r in found]
-        return sum(c["compute_cpu_us"] for c in counts) / 1e6, sum(c["background_s"] for c in counts)
-
-    until(lambda: read_all()[0] >= 0.99 * read_load(admin)["busy_s"], what="the ledger has what the engine computed")
-    computed_s, background_s = read_all()
+    until(lambda: read_all(admin)[0] >= 0.99 * read_load(admin)["busy_s"], what="the ledger has what the engine computed")
+    computed_s, background_s = read_all(admin)
     assert computed_s == pytest.approx(read_load(admin)["busy_s"], rel=0.01)
     assert background_s > 0
+
+
+def test_a_killed_engine_is_metered_to_its_last_step(admin: httpx.Client, keyed: openai.OpenAI) -> None:
+    """Its last report lacks what it computed since."""
+    message: Any = {"role": "user", "content": "word " * 200}
+    (engine,) = [i for i in list_instances(admin) if i["state"] == "ready"]
+    stream = keyed.chat.completions.create(
+        model=MODEL, messages=[message], max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = iter(stream)
+    for _ in range(100):
+        next(chunks)
+    os.kill(engine["pids"][0], signal.SIGKILL)
+    assert sum(1 for _ in chunks) > 0, "another engine continues"
+
+    def find_killed() -> list[dict[str, Any]]:
+        return [i for i in list_instances(admin) if i["instance_id"] == engine["instance_id"] and i["ended_pid"]]
+
+    until(lambda: bool(find_killed()), what="the nodeagent has found the engine killed")
+    (load,) = [i["load"] for i in find_killed()]
+    assert load["busy_s"] > engine["load"]["busy_s"]
+    background_s = sum(work["seconds"] for work in load["background"])
+    assert load["charged_s"] + background_s == pytest.approx(load["busy_s"], rel=0.01)
+
+    def is_in_the_ledger() -> bool:
+        return read_all(admin)[0] == pytest.approx(load["busy_s"] + read_load(admin)["busy_s"], rel=0.002)
+
+    until(is_in_the_ledger, what="the ledger has what both engines computed")

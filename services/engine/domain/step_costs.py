@@ -27,6 +27,8 @@ class StepCosts:
     """
 
     background_s: dict[str, float] = field(default_factory=dict)
+    closed_s: float = 0.0
+    """Seconds of ended requests that were reported to their gateways."""
     _by_request: dict[str, float] = field(default_factory=dict)
     _reported: dict[str, float] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)
@@ -42,6 +44,11 @@ class StepCosts:
     def prepaid_s(self) -> float:
         """Seconds that are charged, and will be worked off by later steps."""
         return self._surplus_s + sum(self._credits.values())
+
+    @property
+    def charged_s(self) -> float:
+        """Seconds that are charged to requests, open ones included."""
+        return self.closed_s + sum(self._by_request.values())
 
     def begin(self, now: float) -> None:
         """A step begins; times are in seconds of one clock."""
@@ -124,7 +131,9 @@ class StepCosts:
         """
         self._tokens.pop(request_id, None)
         self._surplus_s += self._credits.pop(request_id, 0.0)
-        unreported = self._by_request.pop(request_id, 0.0) - self._reported.pop(request_id, 0.0)
+        reported = self._reported.pop(request_id, 0.0)
+        self.closed_s += reported
+        unreported = self._by_request.pop(request_id, 0.0) - reported
         if unreported > 0:
             self._add_background(OWN, unreported)
 

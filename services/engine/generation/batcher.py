@@ -54,6 +54,7 @@ from services.engine.generation.sequences import Sequence, choose
 from services.engine.generation.slot_shares import SlotShares
 from services.engine.tokenization import Tokenization
 from shared.contracts.inference import ChoiceDelta
+from shared.engines.charge_page import ChargePage
 from shared.errors import EngineFailed, ThawError
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ class Batcher:
     `has_commands`, `next_step_at`, `flow_work` and `step` run on the computing thread; all other
     public methods may be called from any thread. `on_command` is called after each command.
     `busy_s` are the seconds of all steps that computed something or had requests, `background_s`
-    the part of them that is charged to no request, by its cause (`StepCosts`).
+    the part of them that is charged to no request, by its cause, and `closed_s` the part of ended
+    requests (`StepCosts`).
     """
 
     def __init__(
@@ -120,10 +122,16 @@ class Batcher:
         self._costs = StepCosts()
         self._pending_events: list[Event] = []
         self._has_computed = False
+        self._page: ChargePage | None = None
         self.busy_s = 0.0
+        self.closed_s = 0.0
         self.background_s: Mapping[str, float] = {}
         self.blocks_used = 0
         self.pages_wanted = 0
+
+    def keep_meters(self, page: ChargePage) -> None:
+        """Write the meters to a page after each step. Call it before `run`."""
+        self._page = page
 
     def submit(self, request: GenerationRequest | EmbedRequest) -> None:
         self._send(request)
@@ -251,14 +259,21 @@ class Batcher:
                     self._open.on_output(event.request_id)
                 if isinstance(event, Embedded):
                     self._costs.close(event.request_id)
+            self._write_meters(self.busy_s + time.monotonic() - began)  # before a gateway receives it
             self._deliver(events)
         ended, has_more = time.monotonic(), bool(self._running or self._waiting or self._embeddings or self._prepared.busy)
         is_charged = self._costs.end(ended, has_more=has_more)
         if events or has_more or is_charged:
             self.busy_s += ended - began
+            self._write_meters(self.busy_s)
+        self.closed_s = self._costs.closed_s
         if self._costs.background_s != self.background_s:
             self.background_s = dict(self._costs.background_s)  # other threads read it
         return True
+
+    def _write_meters(self, busy_s: float) -> None:
+        if self._page is not None:
+            self._page.write_steps(busy_s, self._costs.charged_s, self._costs.background_s.get(OWN, 0.0))
 
     def _step_limits(self, *, is_contended: bool) -> Limits:
         return replace(self._limits, step_tokens=self._limits.chunk_tokens) if is_contended else self._limits

@@ -41,6 +41,7 @@ from shared.contracts.inference import (
 )
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.engines.adapter_cache import AdapterCache
+from shared.engines.charge_page import ChargePage
 from shared.engines.request_server import RequestServer
 from shared.errors import (
     DeadlineExceeded,
@@ -87,6 +88,7 @@ class Serving(RequestServer[Stream]):
         self._loaded_at = 0.0
         self._unmetered_s = 0.0
         """Device seconds of the engine's own requests, and of results after a cancellation."""
+        self._page: ChargePage | None = None
         self._cancelled_s: dict[str, float] = {}
         """Device seconds of cancelled requests that were sent to their gateways."""
         self._standings: Standings | None = None
@@ -97,6 +99,10 @@ class Serving(RequestServer[Stream]):
         """Accept requests. `adapters` is None if the model takes no LoRA adapters."""
         self.reader, self.batcher, self._block_bytes, self.adapters = reader, batcher, block_bytes, adapters
         self._idle_since = time.monotonic()
+
+    def keep_meters(self, page: ChargePage) -> None:
+        """Write the seconds of the engine's own requests to a page."""
+        self._page = page
 
     def follow_objective(self, percentile: float) -> None:
         """Order the model's steps by how far it is from complying with its objective."""
@@ -122,6 +128,7 @@ class Serving(RequestServer[Stream]):
             kv_bytes_wanted=self.batcher.pages_wanted * PAGE_BYTES if self.batcher is not None else 0,
             busy_s=round(self.batcher.busy_s, 6) if self.batcher is not None else 0.0,
             background=self._list_background(),
+            charged_s=round(self.batcher.closed_s - self._unmetered_s, 6) if self.batcher is not None else None,
             idle_ms=int(self.idle_s * 1000),
             adapters=self.adapters.list_loaded() if self.adapters is not None else (),
         )
@@ -340,14 +347,19 @@ class Serving(RequestServer[Stream]):
 
     def _count_seconds(self, stream: Stream, device_s: float) -> None:
         if stream.internal_listener is not None:
-            self._unmetered_s += device_s - stream.device_s
+            self._add_unmetered(device_s - stream.device_s)
         stream.device_s = device_s
 
     def _count_dropped(self, event: Event) -> None:
         """Count the seconds of a result that arrives after its request was cancelled."""
         if isinstance(event, Progressed | Embedded) and event.request_id in self._cancelled_s:
-            self._unmetered_s += event.device_s - self._cancelled_s[event.request_id]
+            self._add_unmetered(event.device_s - self._cancelled_s[event.request_id])
             self._cancelled_s[event.request_id] = event.device_s
+
+    def _add_unmetered(self, seconds: float) -> None:
+        self._unmetered_s += seconds
+        if self._page is not None:
+            self._page.write_unmetered(self._unmetered_s)
 
     def _describe_received(self, request: GenerationRequest | EmbedRequest) -> dict[str, int]:
         """Describe what a resumed request did not compute, because its source sent it."""

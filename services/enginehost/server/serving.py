@@ -36,6 +36,7 @@ from shared.contracts.migration import RunningRequest
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
 from shared.engines.adapter_cache import AdapterCache
+from shared.engines.charge_page import ChargePage
 from shared.engines.request_server import RequestServer
 from shared.errors import (
     Conflict,
@@ -102,12 +103,22 @@ class Serving(RequestServer[_Stream]):
     They are rejected as not ready before `open` and after `close`.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, page: ChargePage | None = None) -> None:
+        """Create a server without an engine.
+
+        Args:
+            mesh: The connection to NATS.
+            page: Gets the meters; None: nothing does.
+        """
         super().__init__(mesh)
+        self._page = page
         self._bodies = HeldBodyReader(mesh)
         self._busy = BusyTime()
+        self._closed_s = 0.0
+        """Seconds of ended requests that were sent to their gateways."""
         self._background_s: dict[str, float] = {}
         """Seconds that are charged to no request, by the plan that caused them."""
+        self._all_background_s = 0.0
         self._driver: Driver | None = None
         self._client: Client | None = None
         self.adapters: AdapterCache[str] | None = None
@@ -125,12 +136,14 @@ class Serving(RequestServer[_Stream]):
         self._driver = self._client = None
 
     def load(self) -> EngineLoad:
+        self._write_meters()
         return EngineLoad(
             active=len(self.streams),
             completed=self._completed,
             generated_tokens=self._generated,
             busy_s=round(self._busy.read_total(time.monotonic()), 6),
             background=tuple(BackgroundWork(plan_id=cause, seconds=round(s, 6)) for cause, s in self._background_s.items()),
+            charged_s=round(self._closed_s, 6),
             idle_ms=int(self.idle_s * 1000),
             adapters=self.adapters.list_loaded() if self.adapters is not None else (),
         )
@@ -193,8 +206,11 @@ class Serving(RequestServer[_Stream]):
             usage = await self._receive(stream, await client.send(outgoing), upstream)
         except BaseException:
             self._count_background(self._busy.end(stream.request_id, time.monotonic()) - stream.device_s)
+            self._closed_s += stream.device_s
             raise
         device_s = self._busy.end(stream.request_id, time.monotonic())
+        self._closed_s += device_s
+        self._write_meters()
         self._send(stream, InferEnd(seq=stream.seq, usage=usage.model_copy(update={"device_s": round(device_s, 6)})))
         resume_state = upstream.tracker.resume_state if upstream.tracker is not None else None
         self._generated += usage.completion_tokens - (resume_state.kept if resume_state is not None else 0)
@@ -216,9 +232,15 @@ class Serving(RequestServer[_Stream]):
         finally:
             self._count_background(self._busy.end(name, time.monotonic()), caused_by)
 
+    def _write_meters(self) -> None:
+        if self._page is not None:
+            total_s = self._busy.read_total(time.monotonic())
+            self._page.write_steps(total_s, total_s - self._all_background_s, self._background_s.get("", 0.0))
+
     def _count_background(self, seconds: float, caused_by: str = "") -> None:
         if seconds > 0:
             self._background_s[caused_by] = self._background_s.get(caused_by, 0.0) + seconds
+            self._all_background_s += seconds
         if len(self._background_s) > _CAUSES:
             del self._background_s[next(cause for cause in self._background_s if cause)]
 
@@ -317,6 +339,7 @@ class Serving(RequestServer[_Stream]):
             if first or progress:
                 phases = stream.timeline.spans() if first else ()
                 device_s = stream.device_s = round(self._busy.of_request(stream.request_id, time.monotonic()), 6)
+                self._write_meters()
                 message = InferData(seq=stream.seq, data=encoded.decode(), phases=phases, progress=progress, device_s=device_s)
                 self._send(stream, message)
                 first = False

@@ -3,8 +3,9 @@
 A record is in the spool before the request is forgotten, so it survives the end of this process.
 The spool also has the device time of open requests: what a gateway that is killed leaves unrecorded
 is charged by the one that adopts its spool.
-Reports are made in the background. They name positions of the spool, and the ledger replies how far
-it is: whatever was lost in between, each record counts once (docs/adr/0070).
+Reports are made in the background, from sums in memory, or from the spool where these are missing.
+They name positions of the spool, and the ledger replies how far it is: whatever was lost in
+between, each record counts once (docs/adr/0070).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from services.gateway.adapters.usage_spool import UsageSpool, open_spools
 from services.gateway.domain.limits.spending import Unreported
 from services.gateway.domain.open_usage import OpenUsage, ended_line, find_lost
 from services.gateway.domain.usage_records import UsageRecord
-from services.gateway.domain.usage_reports import next_report, settled_line
+from services.gateway.domain.usage_reports import RecentUsage, next_report, settled_line
 from shared.contracts import subjects
 from shared.contracts.usage import REPORT_INTERVAL_S, ReportUsage, UsageRecorded
 from shared.errors import ThawError, Unreachable
@@ -55,6 +56,8 @@ class UsageMeter:
         self._id = gateway_id
         self._directory = directory
         self._own: UsageSpool | None = None
+        self._recent = RecentUsage(0)
+        """Sums of the newest records of this gateway's spool: those that no report has had."""
         self._adopted: list[UsageSpool] = []
         self._number = 0
         self._opened_at = 0.0
@@ -74,6 +77,7 @@ class UsageMeter:
         self._opened_at = time.monotonic()
         for spool in (self._own, *self._adopted):
             self._append_lost(spool)
+        self._recent = RecentUsage(self._own.size)
         if self._adopted:
             log.info("adopted usage spools of ended gateways", extra={"spools": len(self._adopted)})
             self._has_records.set()
@@ -82,7 +86,9 @@ class UsageMeter:
     def _append_lost(spool: UsageSpool) -> None:
         """Write what the requests used that were open when their gateway ended."""
         try:
-            if lost := b"".join(usage.as_lost() for usage in find_lost(spool.read_all())):
+            data = spool.read_all()
+            torn = b"\n" if data and not data.endswith(b"\n") else b""
+            if lost := torn + b"".join(usage.as_lost() for usage in find_lost(data)):
                 spool.append(lost)
         except OSError as e:
             log.warning("failed to charge the open requests of an ended gateway", extra={"spool": spool.name, "error": str(e)})
@@ -115,11 +121,15 @@ class UsageMeter:
             self._drop("the spool is full" if spool is not None else "there is no spool")
             return
         try:
+            start = spool.size
             ended = ended_line(request_id) if self._open_us.pop(request_id, None) is not None else b""
             spool.append(ended + record.line())  # in one write: neither counts without the other
         except OSError as e:
             self._drop(str(e))
             return
+        if not self._recent.add(record):
+            self._recent = RecentUsage(start)  # those before it are read from the spool
+            self._recent.add(record)
         if record.answer_id:
             self._unsettled.add(record.answer_id)
         self._has_records.set()
@@ -154,7 +164,7 @@ class UsageMeter:
         if self._own is not None:
             async with self.reporting:
                 self.unreported.cut(self._own.size)
-                is_done = await self._report(self._own)
+                is_done = await self._report_own(self._own)
                 self.unreported.confirm(self._own.position)
             if not is_done:
                 return False
@@ -166,19 +176,40 @@ class UsageMeter:
                 spool.remove()
         return not self._adopted
 
-    async def _report(self, spool: UsageSpool) -> bool:
+    async def _report_own(self, spool: UsageSpool) -> bool:
+        """Report the newest records from memory, and those before them from the spool."""
         while spool.unreported:
-            report = await asyncio.to_thread(_read_report, spool)
+            recent = self._recent
+            if spool.position < recent.start:
+                if not await self._report(spool, recent.start):
+                    return False
+                continue
+            self._recent = RecentUsage(spool.size)
+            if spool.position > recent.start:
+                continue  # the ledger has a part of it: the rest is read from the spool
+            if not await self._send(spool, recent.build(spool.name, spool.size, self._unsettled)):
+                return False  # the next attempt reads these records from the spool
+        return True
+
+    async def _report(self, spool: UsageSpool, until: int | None = None) -> bool:
+        """Report a spool, up to a position; return False if the ledger does not have it."""
+        while spool.unreported and (until is None or spool.position < until):
+            report = await asyncio.to_thread(_read_report, spool, until)
             if report is None:
                 return True  # the rest is a damaged line
-            try:
-                reply = await self._mesh.request(subjects.USAGE, report, UsageRecorded)
-            except Unreachable:
-                return False  # no leader now; the next attempt sends the same records
-            except ThawError as e:
-                log.warning("failed to report usage", extra={"error": e.message})
+            if not await self._send(spool, report):
                 return False
-            spool.position = min(reply.position, spool.size)
+        return True
+
+    async def _send(self, spool: UsageSpool, report: ReportUsage) -> bool:
+        try:
+            reply = await self._mesh.request(subjects.USAGE, report, UsageRecorded)
+        except Unreachable:
+            return False  # no leader now; the next attempt sends the same records
+        except ThawError as e:
+            log.warning("failed to report usage", extra={"error": e.message})
+            return False
+        spool.position = min(reply.position, spool.size)
         return True
 
     def _rotate(self, spool: UsageSpool) -> None:
@@ -197,6 +228,7 @@ class UsageMeter:
             return
         if fresh is not None:
             self._own, self._opened_at = fresh, time.monotonic()
+            self._recent = RecentUsage(fresh.size)
             self._open_us.clear()  # open requests are written again
             spool.remove()
 
@@ -210,5 +242,6 @@ class UsageMeter:
         self._own, self._adopted = None, []
 
 
-def _read_report(spool: UsageSpool) -> ReportUsage | None:
-    return next_report(spool.name, spool.position, spool.read())
+def _read_report(spool: UsageSpool, until: int | None) -> ReportUsage | None:
+    data = spool.read()
+    return next_report(spool.name, spool.position, data if until is None else data[: until - spool.position])

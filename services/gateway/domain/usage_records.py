@@ -122,11 +122,8 @@ class UsageRecord:
         """True if a report and PostgreSQL take the record."""
         return (
             0 <= self.hour <= MAX_HOUR
-            and self.prompt_tokens <= _MAX_TOKENS
-            and self.cached_tokens <= _MAX_TOKENS
-            and self.completion_tokens <= _MAX_TOKENS
+            and self.has_storable_counts()
             and math.isfinite(self.start_s)
-            and self.compute_us <= _MAX_COMPUTE_US
             and len(self.device_kind) <= _MAX_KIND_CHARACTERS
             and 1 <= self.devices <= _MAX_DEVICES
             and _is_storable_name(self.key)
@@ -136,6 +133,15 @@ class UsageRecord:
             and _is_storable_name(self.device_kind)
             and _is_storable_name(self.compute_kind)
             and (not self.answer_id or _is_storable_name(self.answer_id))
+        )
+
+    def has_storable_counts(self) -> bool:
+        """True if the ledger takes the record's tokens and device time."""
+        return (
+            self.prompt_tokens <= _MAX_TOKENS
+            and self.cached_tokens <= _MAX_TOKENS
+            and self.completion_tokens <= _MAX_TOKENS
+            and self.compute_us <= _MAX_COMPUTE_US
         )
 
 

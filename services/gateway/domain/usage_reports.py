@@ -1,7 +1,12 @@
-"""Reports of a spool: sums of its records by hour, key, model and LoRA adapter."""
+"""Reports of a spool: sums of its records by hour, key, model and LoRA adapter.
+
+A gateway sums up its own records while it writes them (`RecentUsage`). Records that it cannot have
+in memory, such as those of a gateway that ended, are read from their spool (`next_report`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from pydantic_core import from_json, to_json
@@ -62,14 +67,46 @@ def next_report(spool: str, start: int, data: bytes) -> ReportUsage | None:
         end += len(line)
     if not end:
         return None
-    return ReportUsage(
-        spool=spool,
-        start=start,
-        end=start + end,
-        rows=tuple(_row(name, sums) for name, sums in report.rows.items()),
-        waits=tuple(_wait(name, wait) for name, wait in report.waits.items()),
-        responses=tuple(report.responses),
-    )
+    return report.build(spool, start, start + end)
+
+
+class RecentUsage:
+    """Sums of the records at the end of a spool, so that they need not be read from it.
+
+    Attributes:
+        start: Position in the spool from which on all records are in the sums.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self._sums = _Report()
+        self._keyed: list[UsageRecord] = []
+
+    def add(self, record: UsageRecord) -> bool:
+        """Add a record that was appended; return False if one report has no room for it."""
+        sums = self._sums
+        if not record.answer_id and sums.add_to_row(record):
+            return True
+        if max(len(sums.rows), len(sums.waits)) + len(self._keyed) >= MAX_ROWS_PER_REPORT:
+            return False
+        if not record.is_storable():
+            return True
+        if record.answer_id:
+            self._keyed.append(record)
+            return True
+        return sums.add(record, is_settled=True)
+
+    def build(self, spool: str, end: int, unsettled: Container[str]) -> ReportUsage:
+        """Return the report of all records, which another object follows.
+
+        Args:
+            spool: Name of the file.
+            end: Size of the file.
+            unsettled: Ids of responses that another gateway may record as well.
+        """
+        for record in self._keyed:
+            self._sums.add(record, is_settled=record.answer_id not in unsettled)
+        return self._sums.build(spool, self.start, end)
 
 
 class _Report:
@@ -93,6 +130,28 @@ class _Report:
             return True
         return self._sum_up(record)
 
+    def add_to_row(self, record: UsageRecord) -> bool:
+        """Add a record without a cold start whose row is there; return False if it is another one.
+
+        The row's names were checked, which takes longer than to add.
+        """
+        sums = self.rows.get((record.hour, record.key, record.model, record.adapter))
+        if sums is None or record.plan_id is not None or not record.has_storable_counts():
+            return False
+        _add_counts(sums, record)
+        return True
+
+    def build(self, spool: str, start: int, end: int) -> ReportUsage:
+        """Return the sums as the report of the records from `start` to `end`."""
+        return ReportUsage(
+            spool=spool,
+            start=start,
+            end=end,
+            rows=tuple(_row(name, sums) for name, sums in self.rows.items()),
+            waits=tuple(_wait(name, wait) for name, wait in self.waits.items()),
+            responses=tuple(self.responses),
+        )
+
     def add_lost(self, record: UsageRecord) -> bool:
         """Add the device time of a request that never ended; return False if the report is full."""
         return self._sum_up(record, requests=0)
@@ -107,16 +166,7 @@ class _Report:
         if record.plan_id is not None and not self._add_wait(record.plan_id, record):
             return False
         self.rows[name] = sums
-        sums[0] += requests
-        sums[1] += record.failed
-        sums[2] += record.prompt_tokens
-        sums[3] += record.cached_tokens
-        sums[4] += record.completion_tokens
-        sums[5] += record.plan_id is not None
-        if record.compute_kind == "cpu":
-            sums[6] += record.compute_us
-        elif record.compute_kind == "cuda":
-            sums[7] += record.compute_us
+        _add_counts(sums, record, requests)
         return True
 
     def _add_wait(self, plan_id: str, record: UsageRecord) -> bool:
@@ -129,6 +179,19 @@ class _Report:
         wait.requests += 1
         wait.start_s = max(wait.start_s, record.start_s)
         return True
+
+
+def _add_counts(sums: list[int], record: UsageRecord, requests: int = 1) -> None:
+    sums[0] += requests
+    sums[1] += record.failed
+    sums[2] += record.prompt_tokens
+    sums[3] += record.cached_tokens
+    sums[4] += record.completion_tokens
+    sums[5] += record.plan_id is not None
+    if record.compute_kind == "cpu":
+        sums[6] += record.compute_us
+    elif record.compute_kind == "cuda":
+        sums[7] += record.compute_us
 
 
 def _settled_id(line: bytes) -> str | None:

@@ -44,13 +44,16 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
 def open_usage(request: ActiveRequest, key: str) -> OpenUsage | None:
     """Return the device time of an open request so far; None: it has used none.
 
+    A request with an Idempotency-Key has none here: the gateway that takes over its key records all
+    of it.
+
     Args:
         key: Name of its API key.
     """
     served, adapter = request.stats.instance, request.engine_request.lora_adapter
     kind = served.device_ids[0].partition(":")[0] if served is not None and served.device_ids else ""
     compute_s = request.stats.earlier_device_s + request.attempt.device_s
-    if served is None or not kind or not compute_s or request.completion.is_done:
+    if served is None or not kind or not compute_s or request.completion.is_done or request.idempotency is not None:
         return None
     name, us = adapter.name if adapter is not None else "", round(compute_s * served.device_count * 1e6)
     return OpenUsage(request.ticket.id, int(time.time() // 3600), key, request.ticket.model, name, us, kind)

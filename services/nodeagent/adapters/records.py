@@ -76,8 +76,13 @@ class Records:
         record = Record(machine_boot=self._boot, instance=instance, phases=phases)
         _replace(self._directory / f"{instance.instance_id}.json", record.model_dump_json())
 
+    def charges_path(self, instance_id: str) -> Path:
+        """Return the file of an engine's meters, which is kept as long as the record."""
+        return self._directory / f"{instance_id}.charges"
+
     def forget(self, instance_id: str) -> None:
         (self._directory / f"{instance_id}.json").unlink(missing_ok=True)
+        self.charges_path(instance_id).unlink(missing_ok=True)
 
     def load(self) -> Iterator[Record]:
         """Every readable record of this boot; records of earlier boots are removed."""
@@ -91,6 +96,7 @@ class Records:
                 continue
             if record.machine_boot != self._boot:
                 path.unlink(missing_ok=True)
+                path.with_suffix(".charges").unlink(missing_ok=True)
                 continue
             yield record
 

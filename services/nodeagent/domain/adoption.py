@@ -52,7 +52,7 @@ def on_adopted(transition: Transition, event: Adopted) -> None:
         known_dead = instance.process is Process.GONE
         if not known_dead:
             isolation.count_crash(transition, instance, event.culprit, None, is_fault=event.is_fault)
-        process_exit.process_gone(transition, instance, None if known_dead else event.error)
+        process_exit.process_gone(transition, instance, None if known_dead else event.error, event.charges)
         return
     if not instance.stop_asked and instance.state is not InstanceState.FAILED:
         if is_still_suspended:  # 4

@@ -14,6 +14,7 @@ from services.nodeagent.domain.state import Instance, Outlook
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineReport
 from shared.contracts.node import ResumeInstance, StartInstance, StopInstance, SuspendInstance, SuspendWay
+from shared.engines.final_charges import FinalCharges
 from shared.unit_charges import SharedUnits
 
 
@@ -162,7 +163,7 @@ class EngineExited:
     `error` explains the exit if it was not requested. `culprit`: the instance for which an executor
     was computing when it exited. `is_stuck`: the agent ended the executor because a step of the
     culprit did not end. `is_fault`: the process itself caused the exit, whatever the exit status
-    says (`Executors.is_fault`).
+    says (`Executors.is_fault`). `charges`: its last meters; None: they are not known.
     """
 
     instance_id: str
@@ -172,6 +173,7 @@ class EngineExited:
     culprit: str = ""
     is_stuck: bool = False
     is_fault: bool = False
+    charges: FinalCharges | None = None
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,7 @@ class Adopted:
         frozen: True if its control group is frozen.
         culprit: The instance for which an executor was computing when it exited.
         is_fault: True if the executor reported a fault of its own before it exited.
+        charges: The last meters of an ended engine; None: they are not known.
     """
 
     instance: Instance
@@ -238,6 +241,7 @@ class Adopted:
     frozen: bool = False
     culprit: str = ""
     is_fault: bool = False
+    charges: FinalCharges | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from services.nodeagent.domain.state import Instance, Process
 from services.nodeagent.domain.transition import Transition
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState
+from shared.engines.final_charges import FinalCharges
 
 
 def on_exit(transition: Transition, event: EngineExited) -> None:
@@ -22,15 +23,15 @@ def on_exit(transition: Transition, event: EngineExited) -> None:
         if event.returncode != 0:  # else it is detached, and its executor runs on
             isolation.on_executor_exited(transition, instance)
         clean = instance.state is InstanceState.DRAINING and event.returncode == 0
-        process_gone(transition, instance, None if clean else event.error)
+        process_gone(transition, instance, None if clean else event.error, event.charges)
 
 
-def process_gone(transition: Transition, instance: Instance, error: ErrorBody | None) -> None:
+def process_gone(transition: Transition, instance: Instance, error: ErrorBody | None, charges: FinalCharges | None = None) -> None:
     """Handle the exit of a process.
 
     After a stop request or a clean exit the instance proceeds to stopped. Otherwise it has failed,
     with the error that it reported itself if there is one. After a failed resume it is started
-    cold, once.
+    cold, once. `charges` are the last meters of the process.
     """
     if resuming.restarts(instance):
         no_memory_error = resuming.restart(transition, instance, error)
@@ -38,6 +39,8 @@ def process_gone(transition: Transition, instance: Instance, error: ErrorBody | 
             suspending.retry_deferred(transition, instance.instance_id)
             return
         error = no_memory_error
+    if charges is not None:
+        instance = transition.put(instance.model_copy(update={"load": charges.apply_to(instance.load)}))
     instance = teardown.mark_gone(transition, instance, error)
     stopping.on_drain_answered(transition, DrainAnswered(instance.instance_id, only_if_idle=True))
     suspending.on_pause_answered(transition, PauseAnswered(instance.instance_id, only_if_idle=True))

@@ -44,6 +44,7 @@ def instance_status(
         phase=instance.phase,
         progress=max(instance.progress, loaded) if instance.state.starting else instance.progress,
         pids=tuple(dict.fromkeys((instance.pid, *instance.engine_pids))) if alive and instance.pid is not None else (),
+        ended_pid=instance.pid or 0 if not alive else 0,
         memory=InstanceMemory(
             weights=weights if held else 0,
             private=private if alive else 0,

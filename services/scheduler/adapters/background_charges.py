@@ -18,8 +18,10 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from services.scheduler.adapters import tables
+from services.scheduler.adapters.device_accounts import add_charged
 from services.scheduler.adapters.usage_dimensions import group_dimensions, inside, select_dimensions
-from services.scheduler.domain.background_work import BackgroundReading
+from services.scheduler.domain.background_work import CHARGED, BackgroundReading
+from services.scheduler.domain.device_accounts import AccountName
 from shared.contracts.usage import ViewUsage
 
 _DIMENSIONS = ("hour", "key", "model", "adapter")
@@ -27,7 +29,11 @@ _ROW = ("hour", "key", "model", "plan_id", "device_kind")
 
 
 async def record_background(
-    connection: AsyncConnection, readings: Iterable[BackgroundReading], hour: int, owner: Callable[[str], str]
+    connection: AsyncConnection,
+    readings: Iterable[BackgroundReading],
+    hour: int,
+    owner: Callable[[str], str],
+    is_older: Callable[[str], bool],
 ) -> None:
     """Record what engines have worked since their last readings.
 
@@ -36,15 +42,23 @@ async def record_background(
         readings: At most one of each engine and plan.
         hour: The present hour, in which the work is recorded.
         owner: Returns the key that pays for a model's work without a request.
+        is_older: Returns whether an engine is older than the accounts: its first reading is not
+            added to them.
     """
     news = {(r.engine, r.plan_id): r for r in readings}
     known = await _read_known(connection, {engine for engine, _ in news})
-    models = await _read_models(connection, {plan_id for _, plan_id in news if plan_id})
+    models = await _read_models(connection, {plan_id for _, plan_id in news if plan_id not in ("", CHARGED)})
     amounts: dict[tuple[int, str, str, str, str], int] = {}
+    charged: dict[AccountName, int] = {}
     for name, r in news.items():
+        if r.plan_id == CHARGED:
+            more = r.us - known.get(name, r.us if is_older(r.engine) else 0)
+            charged[r.model, r.device_kind] = charged.get((r.model, r.device_kind), 0) + more
+            continue
         if (more := r.us - known.get(name, 0)) > 0:
             row = (hour, owner(models.get(r.plan_id, r.model)), r.model, r.plan_id, r.device_kind)
             amounts[row] = amounts.get(row, 0) + more
+    await add_charged(connection, charged, hour)
     if amounts:
         table = tables.background_work
         statement = insert(table)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 MIGRATION_LOCK = 0x7468_6177_0001
 CONNECT_TIMEOUT_S = 3
 LEADER_LOCK = 0x7468_6177_0002
-NEWEST_REVISION = "0015"
+NEWEST_REVISION = "0016"
 """The newest schema in `migrations/versions`."""
 _MIGRATIONS = Path(__file__).parent.parent / "migrations"
 

@@ -11,7 +11,8 @@ import logging
 from dataclasses import dataclass, field
 
 from services.scheduler.adapters.ledger import HeldBatch, Ledger
-from services.scheduler.domain.background_work import BackgroundReading, find_processes, list_background
+from services.scheduler.domain.background_work import BackgroundReading, find_processes, find_uncounted, list_background
+from services.scheduler.domain.device_accounts import AccountHistory, AccountName
 from services.scheduler.domain.holdings import HOUR_S, Charge, Holding, charge, list_cached, list_holdings
 from services.scheduler.domain.state.cluster import ClusterState
 from shared.contracts.loader import LoaderStatus
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 FLUSH_PERIOD_S = 10.0
 _CACHE = "/dram"
 """Behind a node's name, that of the clock of its cached weights."""
+_ACCOUNTS = "/accounts"
+"""Its clock says since when there are accounts of device time."""
 _PLANS_SINCE_S = 3600.0
 """Plans of starts that are looked at: a start that takes longer is charged by the next leader."""
 
@@ -41,6 +44,7 @@ class _Node:
     charges: dict[Charge, float] = field(default_factory=dict)
     processes: dict[str, int] = field(default_factory=dict)
     readings: frozenset[BackgroundReading] = frozenset()
+    uncounted: set[AccountName] = field(default_factory=set)
 
 
 class HeldMemory:
@@ -64,6 +68,7 @@ class HeldMemory:
         self._pending: tuple[HeldBatch, ...] = ()
         self._readings: dict[tuple[str, str], BackgroundReading] = {}
         """New readings of background work, which are not recorded yet."""
+        self._accounts = AccountHistory()
         self._plans_since_s = 24 * _PLANS_SINCE_S
 
     async def load(self) -> None:
@@ -78,7 +83,7 @@ class HeldMemory:
         node.processes = find_processes(status, node.processes)
         readings = frozenset(list_background(status, node.processes))
         self._readings |= {(r.engine, r.plan_id): r for r in readings - node.readings}
-        node.readings = readings
+        node.readings, node.uncounted = readings, find_uncounted(status)
         self._advance(node, list_holdings(status), now)
         node.boot_id, node.seq = status.boot_id, status.seq
 
@@ -123,12 +128,23 @@ class HeldMemory:
         if readings := self._readings:
             self._readings = {}
             try:
-                await self._ledger.record_background(self._epoch, tuple(readings.values()), int(now // HOUR_S), self._owner)
+                hour = int(now // HOUR_S)
+                await self._ledger.record_background(self._epoch, tuple(readings.values()), hour, self._owner, self._is_older)
             except BaseException:
                 self._readings = readings | self._readings
                 raise
+        await self._settle_accounts(now)
         await self._ledger.record_starts(self._epoch, now - self._plans_since_s, self._owner, now - _GIVEN_UP_AFTER_S)
         self._plans_since_s = _PLANS_SINCE_S
+
+    async def _settle_accounts(self, now: float) -> None:
+        uncounted = set[AccountName]().union(*(node.uncounted for node in self._nodes.values()))
+        settled, hour = self._accounts.find_settled(now), int(now // HOUR_S)
+        self._accounts.add(now, await self._ledger.settle_accounts(self._epoch, settled, uncounted, hour, self._owner))
+
+    def _is_older(self, engine: str) -> bool:
+        """True if the instance, named with its process, is older than the accounts."""
+        return self._known_since(engine.rpartition("/")[0]) < self._clocks.get(_ACCOUNTS, 0.0)
 
     def _take(self) -> tuple[HeldBatch, ...]:
         batches = []

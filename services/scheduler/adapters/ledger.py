@@ -17,12 +17,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.scheduler.adapters import tables
 from services.scheduler.adapters.background_charges import record_background, select_background
+from services.scheduler.adapters.device_accounts import add_recorded, settle_accounts
 from services.scheduler.adapters.repository import require_epoch
 from services.scheduler.adapters.start_charges import record_displacements, select_charged_phases, select_start_charges
 from services.scheduler.adapters.start_phases import record_start_phases
 from services.scheduler.adapters.usage_dimensions import group_dimensions, inside, select_dimensions
 from services.scheduler.adapters.usage_roll_up import roll_up
 from services.scheduler.domain.background_work import BackgroundReading
+from services.scheduler.domain.device_accounts import Account, AccountName
 from shared.contracts.prices import Cost, Prices
 from shared.contracts.usage import (
     HOURLY_HOURS,
@@ -100,6 +102,7 @@ class Ledger:
                 return UsageRecorded(position=position)
             await connection.execute(spools.update().where(where).values(position=report.end, hour=hour))
             report = await _without_known_responses(connection, report)
+            await add_recorded(connection, report, hour)
             await _add_rows(connection, report.rows, report.waits)
             for response in report.responses:
                 await _add_rows(connection, (response.row,), (response.wait,) if response.wait is not None else ())
@@ -188,7 +191,12 @@ class Ledger:
         return found
 
     async def record_background(
-        self, epoch: int, readings: Sequence[BackgroundReading], hour: int, owner: Callable[[str], str]
+        self,
+        epoch: int,
+        readings: Sequence[BackgroundReading],
+        hour: int,
+        owner: Callable[[str], str],
+        is_older: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """Record what engines have worked for no request; see `background_charges`.
 
@@ -197,7 +205,24 @@ class Ledger:
         """
         async with self._engine.begin() as connection:
             await require_epoch(connection, epoch)
-            await record_background(connection, readings, hour, owner)
+            await record_background(connection, readings, hour, owner, is_older)
+
+    async def settle_accounts(
+        self,
+        epoch: int,
+        settled: Mapping[AccountName, Account],
+        uncounted: Iterable[AccountName],
+        hour: int,
+        owner: Callable[[str], str],
+    ) -> dict[AccountName, Account]:
+        """Charge what engines have charged and no gateway has recorded; see `device_accounts`.
+
+        Raises:
+            StaleEpoch: `epoch` is not the present one.
+        """
+        async with self._engine.begin() as connection:
+            await require_epoch(connection, epoch)
+            return await settle_accounts(connection, settled, uncounted, hour, owner)
 
     async def record_held(self, epoch: int, batches: Iterable[HeldBatch]) -> None:
         """Record memory held, in one transaction with the nodes' clocks.
@@ -285,7 +310,12 @@ class Ledger:
                 await connection.execute(delete(table).where(table.c.hour < _first_of_day(hour - RETENTION_HOURS)))
             clocks = tables.held_clocks
             await connection.execute(delete(clocks).where(clocks.c.until < (hour - _SPOOL_HOURS) * 3600.0))
-            for table in (tables.usage_spools, tables.metered_responses, tables.background_readings):
+            for table in (
+                tables.usage_spools,
+                tables.metered_responses,
+                tables.background_readings,
+                tables.device_accounts,
+            ):
                 await connection.execute(delete(table).where(table.c.hour < hour - _SPOOL_HOURS))
             await roll_up(connection, _first_of_day(hour - HOURLY_HOURS))
 

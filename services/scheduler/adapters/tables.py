@@ -246,7 +246,18 @@ background_readings = Table(
     Column("us", BigInteger, nullable=False),
     Column("hour", Integer, nullable=False),
 )
-"""What the engines' meters of such time showed last."""
+"""What the engines' meters of such time showed last, and those of time charged to requests."""
+device_accounts = Table(
+    "device_accounts",
+    metadata,
+    Column("model", Text, primary_key=True),
+    Column("device_kind", Text, primary_key=True),
+    Column("charged_us", BigInteger, nullable=False),
+    Column("recorded_us", BigInteger, nullable=False),
+    Column("unrecorded_us", BigInteger, nullable=False),
+    Column("hour", Integer, nullable=False),
+)
+"""Microseconds that engines have charged to requests, and that gateways have recorded of them."""
 pulls = Table(
     "pulls",
     metadata,

@@ -1,4 +1,7 @@
-"""Device time of engines that is charged to no request, as the nodes report it (ADR 0097)."""
+"""Device time of engines as the nodes report it: charged to no request, or to ended ones.
+
+See ADRs 0097 and 0101.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from dataclasses import dataclass
 
 from shared.contracts.node import NodeStatus
 
+CHARGED = "(charged)"
+"""Stands for the plan in a reading of what an engine has charged to requests that ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class BackgroundReading:
@@ -14,7 +20,8 @@ class BackgroundReading:
 
     Attributes:
         engine: Id of the instance, and of the process: an instance may get another one.
-        plan_id: The plan whose start made the work necessary; empty: none did.
+        plan_id: The plan whose start made the work necessary; empty: none did;
+            or `CHARGED`.
         us: Microseconds since the engine's start, times the devices of the instance.
     """
 
@@ -27,7 +34,7 @@ class BackgroundReading:
 
 def find_processes(status: NodeStatus, known: Mapping[str, int]) -> dict[str, int]:
     """Return the processes of a node's instances, ended ones as `known` before."""
-    found = {s.instance_id: s.pids[0] if s.pids else known.get(s.instance_id, 0) for s in status.instances}
+    found = {s.instance_id: s.pids[0] if s.pids else s.ended_pid or known.get(s.instance_id, 0) for s in status.instances}
     return {instance_id: pid for instance_id, pid in found.items() if pid}
 
 
@@ -39,3 +46,14 @@ def list_background(status: NodeStatus, processes: Mapping[str, int]) -> Iterato
             engine = f"{s.instance_id}/{processes[s.instance_id]}"
             for work in s.load.background:
                 yield BackgroundReading(engine, work.plan_id, s.model, kind, round(work.seconds * 1e6) * s.device_count)
+            if s.load.charged_s is not None:
+                yield BackgroundReading(engine, CHARGED, s.model, kind, round(s.load.charged_s * 1e6) * s.device_count)
+
+
+def find_uncounted(status: NodeStatus) -> set[tuple[str, str]]:
+    """Return models and kinds of devices of engines that do not say what they charge to requests.
+
+    Those are engines of an earlier version.
+    """
+    engines = (s for s in status.instances if s.device_ids and not s.is_later_stage)
+    return {(s.model, s.device_ids[0].partition(":")[0]) for s in engines if s.load.busy_s and s.load.charged_s is None}

@@ -59,6 +59,8 @@ async def test_time_of_the_engine_is_divided_among_its_requests(hosts: Hosts) ->
     assert 0.2 <= sum(shares) <= took + 1e-3, "both at once take no longer than one"
     firsts = [next(r for r in a.stream.replies if isinstance(r, InferData)).device_s for a in answers]
     assert all(0 < first < share for first, share in zip(firsts, shares, strict=True))
+    load = (await hosts.reported(instance, lambda r: r.load.completed == 2)).load
+    assert load.charged_s == pytest.approx(sum(shares), abs=1e-4)
 
 
 async def test_abandoned_work_is_that_of_no_request(hosts: Hosts) -> None:
@@ -71,6 +73,7 @@ async def test_abandoned_work_is_that_of_no_request(hosts: Hosts) -> None:
     (work,) = load.background
     assert work.plan_id == ""
     assert sent_s + work.seconds == pytest.approx(load.busy_s, abs=1e-4)
+    assert load.charged_s == pytest.approx(sent_s, abs=1e-4)
 
 
 async def test_tools_json_mode_and_unknown_fields_reach_the_engine_unchanged(hosts: Hosts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.repository import Repository, StaleEpoch
 from services.scheduler.adapters.spending import Spending
+from services.scheduler.domain.device_accounts import SETTLED_AFTER_S
 from services.scheduler.domain.holdings import HOUR_S
 from services.scheduler.domain.state.changes import Put
 from services.scheduler.domain.state.cluster import ClusterState
@@ -25,7 +27,16 @@ from shared.contracts.engine import BackgroundWork, EngineLoad
 from shared.contracts.loader import CachedModel, LoaderStatus
 from shared.contracts.node import InstanceStatus, NodeStatus
 from shared.contracts.prices import GIB_HOUR, Prices
-from shared.contracts.usage import HOURLY_HOURS, RETENTION_HOURS, Counts, ReportUsage, UsageRow, ViewSpending, ViewUsage
+from shared.contracts.usage import (
+    HOURLY_HOURS,
+    RETENTION_HOURS,
+    Counts,
+    ReportUsage,
+    ResponseUsage,
+    UsageRow,
+    ViewSpending,
+    ViewUsage,
+)
 from tests.integration.scheduler.test_displacements import plan, waited
 from tests.unit.scheduler.test_holdings import instance, status
 from tests.unit.scheduler.world import World
@@ -241,3 +252,122 @@ async def test_owners_pay_for_starts_that_requests_gave_up(engine: AsyncEngine, 
             "owner of a": 4.0,
             "owner of b": 1.0,
         }
+
+
+def charging(name: str, *devices: str, pid: int = 7, charged: float | None = None, busy: float = 1.0) -> InstanceStatus:
+    """Return an instance whose engine has charged so many seconds to requests that ended."""
+    fields = {"load": EngineLoad(busy_s=busy, charged_s=charged), "pids": (pid,) if pid else ()}
+    return instance(name, 1, *devices).model_copy(update=fields)
+
+
+def recorded(spool: str, model: str, seconds: float, answer_id: str = "") -> ReportUsage:
+    row = UsageRow(hour=HOUR, key="alice", model=model, counts=Counts(requests=1, compute_cuda_us=round(seconds * 1e6)))
+    responses = (ResponseUsage(answer_id=answer_id, row=row),) if answer_id else ()
+    return ReportUsage(spool=spool, start=0, end=1, rows=() if answer_id else (row,), responses=responses)
+
+
+class Accounts:
+    """A leader's meter that looks at the accounts every `SETTLED_AFTER_S`."""
+
+    def __init__(self, ledger: Ledger, state: ClusterState, epoch: int, start: float = START) -> None:
+        self.ledger, self.now, self.epoch, self.seq = ledger, start, epoch, 0
+        self.meter = HeldMemory(ledger, state, epoch, longest_s=5.0)
+
+    async def settle(self, *engines: InstanceStatus) -> dict[str, float]:
+        """Return the seconds for no request by key."""
+        for _ in range(2):
+            self.now, self.seq = self.now + SETTLED_AFTER_S, self.seq + 1
+            self.meter.on_status(report(self.seq, *engines), self.now)
+            await self.meter.flush(self.now)
+        return {key: counts.background_s for key, counts in (await by_key(self.ledger)).items() if counts.background_s}
+
+
+async def test_owners_pay_for_charges_that_no_gateway_records_until_one_does(engine: AsyncEngine, database_url: str) -> None:
+    ledger, state = Ledger(engine, PRICES), owned(small="team", large="boss")
+    async with leadership(plain_url(database_url)) as term:
+        accounts = Accounts(ledger, state, term.epoch)  # without the clock of the accounts: no engine is older
+        await ledger.record(term.epoch, recorded("a", "small", 3.0), HOUR)
+        small = charging("small-1", "cuda:0", "cuda:1", charged=2.0), charging("large-1", "cuda:0", charged=0.5)
+        assert await accounts.settle(*small) == {"team": 1.0, "boss": 0.5}
+        assert await accounts.settle(*small) == {"team": 1.0, "boss": 0.5}, "it is charged once"
+        for spool in ("b", "c"):  # two gateways record the same response
+            await ledger.record(term.epoch, recorded(spool, "small", 0.75, answer_id="r1"), HOUR)
+        assert await accounts.settle(*small) == {"team": 0.25, "boss": 0.5}
+        ended = charging("small-1", "cuda:0", "cuda:1", pid=0, charged=2.5).model_copy(update={"ended_pid": 7})
+        assert await accounts.settle(ended) == {"team": 1.25, "boss": 0.5}, "killed, with open requests"
+        with pytest.raises(StaleEpoch):
+            await ledger.settle_accounts(term.epoch - 1, {}, (), HOUR, lambda _: "")
+    async with leadership(plain_url(database_url)) as term:  # the next leader
+        accounts = Accounts(ledger, state, term.epoch, START + 3600)
+        assert await accounts.settle(ended) == {"team": 1.25, "boss": 0.5}
+        await ledger.record(term.epoch, recorded("d", "small", 0.5), HOUR)
+        assert await accounts.settle(ended) == {"team": 0.75, "boss": 0.5}
+        rows = (await ledger.view(ViewUsage(since=0, by=("key",)))).rows
+        assert sum(r.counts.compute_cuda_us for r in rows) == 5_500_000
+
+
+async def test_engines_before_the_update_are_charged_nothing_afterwards(engine: AsyncEngine, database_url: str) -> None:
+    """Neither those that do not say what they charge, nor the past of those that do."""
+    ledger, state = Ledger(engine, PRICES), owned(small="team", large="boss")
+    async with leadership(plain_url(database_url)) as term:
+        accounts = Accounts(ledger, state, term.epoch)
+        await accounts.meter.load()  # the engines are unknown to the scheduler: older than the accounts
+        assert await accounts.settle(charging("large-1", "cuda:0", charged=100.0)) == {}
+        assert await accounts.settle(charging("large-1", "cuda:0", charged=101.0)) == {"boss": 1.0}
+        await ledger.record(term.epoch, recorded("a", "small", 50.0), HOUR)  # charged by an earlier engine
+        earlier, later = charging("small-1", "cuda:0", busy=50.0), charging("small-2", "cuda:0", charged=0.0)
+        assert await accounts.settle(earlier, later) == {"boss": 1.0}
+        later = charging("small-2", "cuda:0", charged=2.0)
+        assert await accounts.settle(later) == {"boss": 1.0, "team": 2.0}
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_ledger_has_what_engines_charged_whatever_was_lost(
+    engine: AsyncEngine, database_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Records are late or lost, engines and leaders end, and replies of the database are lost."""
+    rng, ledger, state = random.Random(seed), Ledger(engine), owned(a="team", b="boss")
+    charged, pids = {"a-1": 0.0, "b-1": 0.0}, {"a-1": 1, "b-1": 1}
+    late, spools, total = list[ReportUsage](), 0, 0.0
+    settle = ledger.settle_accounts
+
+    async def lose_some_replies(*arguments: Any) -> Any:
+        found = await settle(*arguments)
+        if rng.random() < 0.3:
+            raise SQLAlchemyError
+        return found
+
+    monkeypatch.setattr(ledger, "settle_accounts", lose_some_replies)
+    start = START
+    for _ in range(3):
+        async with leadership(plain_url(database_url)) as term:
+            accounts = Accounts(ledger, state, term.epoch, start)
+            for _ in range(8):
+                name, seconds = rng.choice(list(charged)), rng.randint(1, 1000) / 1000
+                charged[name] += seconds
+                total += seconds
+                spools += 1
+                record = recorded(f"s{spools}", name[0], seconds * rng.choice([1.0, 1.0, 0.9]))
+                match rng.choice(["at once", "at once", "late", "lost"]):
+                    case "at once":
+                        await ledger.record(term.epoch, record, HOUR)
+                    case "late":
+                        late.append(record)
+                if rng.random() < 0.3 and late:
+                    await ledger.record(term.epoch, late.pop(0), HOUR)
+                engines = [charging(n, "cuda:0", pid=pids[n], charged=round(s, 6)) for n, s in charged.items()]
+                with contextlib.suppress(SQLAlchemyError):
+                    await accounts.settle(*engines)
+                if rng.random() < 0.2:
+                    charged[name], pids[name] = 0.0, pids[name] + 1
+            start = accounts.now
+    monkeypatch.setattr(ledger, "settle_accounts", settle)
+    async with leadership(plain_url(database_url)) as term:
+        for record in late:
+            await ledger.record(term.epoch, record, HOUR)
+        for _ in range(2):
+            await Accounts(ledger, state, term.epoch, start + 100).settle(
+                *(charging(n, "cuda:0", pid=pids[n], charged=round(s, 6)) for n, s in charged.items())
+            )
+    rows = (await ledger.view(ViewUsage(since=0, by=("key",)))).rows
+    assert sum(r.counts.compute_cuda_us for r in rows) == pytest.approx(total * 1e6, abs=spools + len(rows))

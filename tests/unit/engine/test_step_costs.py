@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -21,6 +23,7 @@ from services.engine.generation.events import Broken, Event, Progressed
 from services.engine.generation.request import Choice, GenerationRequest
 from services.engine.generation.runner import Row
 from shared.contracts.inference import FairShare
+from shared.engines.charge_page import ChargePage, read_charges
 from tests.support.examples import examples
 
 _Step = tuple[float, float, dict[str, int], dict[str, int], tuple[str, int, str] | None, str | None]
@@ -56,8 +59,10 @@ def test_seconds_that_an_ended_request_has_not_reported_are_work_of_no_request()
     costs.split(2.0, {"a": 1})
     assert costs.report("a") == 2.0
     costs.split(5.0, {"a": 1})
+    assert (costs.charged_s, costs.closed_s) == (5.0, 0.0)
     costs.close("a")
     assert (costs.report("a"), costs.background_s) == (0.0, {OWN: 3.0})
+    assert (costs.charged_s, costs.closed_s) == (2.0, 2.0)
 
 
 def test_requests_that_take_memory_pay_for_what_is_computed_again() -> None:
@@ -133,6 +138,7 @@ def test_charges_add_up_to_the_time_of_all_steps(steps: list[_Step]) -> None:
         costs.begin(now)
         costs.split(now + 1e6, {name: 1})
         used += 1e6
+    assert costs.closed_s == pytest.approx(reported)
     assert reported + sum(map(costs.report, ["a", "b", "c", "d", "last"])) + sum(costs.background_s.values()) == pytest.approx(used)
 
 
@@ -194,7 +200,9 @@ def _request(name: str, draw: random.Random) -> GenerationRequest:
     return GenerationRequest(name, choices, SamplingParams(temperature=0.0), len(prompt), None, (), share=share)
 
 
-def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_percent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Requests arrive and are cancelled at random, are paused for other keys, and lose memory."""
     clock = _Clock()
     for module in ("batcher", "device_loop"):
@@ -222,6 +230,7 @@ def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_perce
             grew.notify_all()
 
     batcher = Batcher(cast(Any, _Runner(clock)), cast(Any, None), cast(Any, _Letters()), Limits(4, 10, 512, 64), deliver)
+    batcher.keep_meters(ChargePage(tmp_path / "m.charges"))
     loop = DeviceLoop(1, meter.on_step)
     serving = loop.serve("m", batcher)
     cancelled = set[str]()
@@ -246,3 +255,8 @@ def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_perce
     in_all = sum(charged.values()) + sum(batcher.background_s.values())
     assert in_all - batcher._costs.prepaid_s == pytest.approx(meter.used_s, rel=0.01)
     assert in_all - batcher._costs.prepaid_s == pytest.approx(batcher.busy_s, rel=0.001)
+    assert batcher._costs.closed_s == pytest.approx(sum(charged.values()))
+    final = read_charges(tmp_path / "m.charges", os.getpid())
+    assert final is not None
+    assert final.busy_s == pytest.approx(batcher.busy_s)
+    assert final.charged_s + final.own_s == pytest.approx(in_all, rel=0.001)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from services.gateway.adapters.usage_meter import UsageMeter
 from services.gateway.domain.open_usage import OpenUsage, ended_line, find_lost, parse_lost
 from services.gateway.domain.usage_records import UsageRecord
+from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.requests.used import open_usage
 from shared.contracts.usage import Counts, ReportUsage, UsageRecorded
 from shared.messaging import Mesh
 
@@ -158,3 +161,19 @@ def test_damaged_lines_are_no_requests(noise: bytes) -> None:
 @pytest.mark.parametrize("fields", ['[1,"a","m","",1]', '["x","a","m","",1,"cpu"]', '[1,"a\\u0000","m","",1,"cpu"]', "null"])
 def test_line_that_the_ledger_would_refuse_is_skipped(fields: str) -> None:
     assert parse_lost(b'{"lost":"r","usage":' + fields.encode() + b"}\n") is None
+
+
+@pytest.mark.parametrize("is_keyed", [False, True])
+def test_requests_that_another_gateway_takes_over_are_not_charged_by_the_next_one(is_keyed: bool) -> None:
+    """Their new owner reads the whole response, and records all of it."""
+    served = SimpleNamespace(device_ids=("cpu:0",), device_count=2)
+    request = SimpleNamespace(
+        stats=SimpleNamespace(instance=served, earlier_device_s=0.5),
+        attempt=SimpleNamespace(device_s=1.0),
+        engine_request=SimpleNamespace(lora_adapter=None),
+        completion=SimpleNamespace(is_done=False),
+        idempotency=object() if is_keyed else None,
+        ticket=SimpleNamespace(id="r", model="m"),
+    )
+    found = open_usage(cast(ActiveRequest, request), "a")
+    assert (found.compute_us if found is not None else None) == (None if is_keyed else 3_000_000)

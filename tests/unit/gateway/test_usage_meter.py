@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from services.gateway.adapters.usage_meter import UsageMeter
 from services.gateway.adapters.usage_spool import UsageSpool
+from services.gateway.domain.open_usage import OpenUsage
 from services.gateway.domain.usage_records import UsageRecord
-from shared.contracts.usage import ReportUsage, UsageRecorded
-from shared.errors import InvalidRequest
+from shared.contracts.usage import MAX_ROWS_PER_REPORT, ReportUsage, UsageRecorded
+from shared.errors import InvalidRequest, Unreachable
 from shared.messaging import Mesh
+from tests.unit.gateway.test_usage_records import RECORDS, FakeLedger
 
 RECORD = UsageRecord(1, "a", "m", "", False, 1, 0, 1)
 
@@ -73,4 +83,172 @@ async def test_only_responses_whose_key_has_not_ended_are_reported_by_themselves
     assert [([r.counts.requests for r in report.rows], [r.answer_id for r in report.responses]) for report in mesh.reports] == [
         ([1], ["open"])
     ]
+    meter.close()
+
+
+class UnreliableMesh:
+    """A ledger whose requests, or replies, are lost as the test says."""
+
+    def __init__(self) -> None:
+        self.ledger, self.outcomes = FakeLedger(), list[str]()
+
+    async def request(self, _: str, report: ReportUsage, __: Any) -> UsageRecorded:
+        outcome = self.outcomes.pop(0) if self.outcomes else "arrives"
+        if outcome == "lost":
+            raise Unreachable("no leader")
+        position = self.ledger.record(report)
+        if outcome == "reply lost":
+            raise Unreachable("no reply")
+        return UsageRecorded(position=position)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(lambda record, answer: replace(record, answer_id=answer), RECORDS, st.sampled_from(["", "", "", "r1", "r2"])),
+            st.sampled_from(["flush", "lost", "reply lost", "settle r1", "open", "rotate"]),
+        ),
+        max_size=40,
+    )
+)
+async def test_every_record_counts_once_from_memory_or_from_the_spool(events: list[UsageRecord | str]) -> None:
+    """Reports and replies are lost, and the spool of the end is reported by the next gateway."""
+    with tempfile.TemporaryDirectory() as name:
+        mesh, records, answers = UnreliableMesh(), list[UsageRecord](), set[str]()
+        meter = UsageMeter(cast(Mesh, mesh), "own", Path(name))
+        meter.open()
+        for event in events:
+            if isinstance(event, UsageRecord):
+                if event.answer_id in answers:
+                    continue  # a response ends once
+                answers |= {event.answer_id} - {""}
+                records.append(event)
+                meter.record(event)
+            elif event == "open":
+                meter.note_open([OpenUsage("open", 1, "a", "m", "", 90_000, "cpu")])
+                meter.end("open")
+            elif event.startswith("settle"):
+                meter.settle(event.removeprefix("settle "))
+            elif event == "rotate":
+                meter._opened_at -= 7200
+            else:
+                mesh.outcomes = [event] if event != "flush" else []
+                await meter.flush()
+        meter.close()
+        mesh.outcomes = []
+        next_meter = UsageMeter(cast(Mesh, mesh), "next", Path(name))
+        next_meter.open()
+        assert await next_meter.flush()
+        next_meter.close()
+        assert list(Path(name).iterdir()) == []
+    ledger = mesh.ledger
+    assert (ledger.requests, ledger.waits) == (len(records), sum(r.plan_id is not None for r in records))
+    assert ledger.tokens == sum(r.prompt_tokens + r.completion_tokens for r in records)
+    assert ledger.cpu_us == sum(r.compute_us for r in records if r.compute_kind == "cpu")
+    assert ledger.cuda_us == sum(r.compute_us for r in records if r.compute_kind == "cuda")
+
+
+async def test_a_gateway_does_not_read_the_records_that_it_has_just_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = RecordingMesh()
+    meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
+    meter.open()
+    monkeypatch.setattr(UsageSpool, "read", lambda _: pytest.fail("the spool was read"))
+    for _ in range(2):
+        meter.record(RECORD)
+        meter.record(replace(RECORD, key="b", completion_tokens=7))
+        assert await meter.flush()
+    assert [[(r.key, r.counts.completion_tokens) for r in report.rows] for report in mesh.reports] == [[("a", 1), ("b", 7)]] * 2
+    assert [(report.start, report.end) for report in mesh.reports][1][0] == mesh.reports[0].end
+    meter.close()
+
+
+@pytest.mark.parametrize("what", ["rows", "waits", "responses"])
+async def test_more_than_one_report_holds_is_reported_in_several(tmp_path: Path, what: str) -> None:
+    count, mesh = MAX_ROWS_PER_REPORT + 5, UnreliableMesh()
+    meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
+    meter.open()
+    for n in range(count):
+        fields: dict[str, Any] = {"rows": {"key": f"k{n}"}, "waits": {"plan_id": f"p{n}"}, "responses": {"answer_id": f"r{n}"}}
+        meter.record(replace(RECORD, **fields[what]))
+    assert await meter.flush()
+    assert mesh.ledger.requests == count
+    meter.close()
+
+
+async def test_a_record_that_the_ledger_would_refuse_keeps_no_others_back(tmp_path: Path) -> None:
+    mesh = RecordingMesh()
+    meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
+    meter.open()
+    meter.record(RECORD)
+    for damaged in ({"model": "\0"}, {"completion_tokens": 1 << 60}, {"start_s": float("inf"), "plan_id": "p"}):
+        meter.record(replace(RECORD, **damaged))
+    assert await meter.flush()
+    (report,) = mesh.reports
+    assert ([row.counts.requests for row in report.rows], report.waits) == ([1], ())
+    meter.close()
+
+
+def kill_gateway(directory: Path, count: int) -> None:
+    """Have another process kill itself that has records and an open request in its spool."""
+    pid = os.fork()
+    if pid == 0:
+        meter = UsageMeter(cast(Mesh, None), "killed", directory)
+        meter.open()
+        for _ in range(count):
+            meter.record(RECORD)
+        meter.note_open([OpenUsage("lost", 1, "a", "m", "", 90_000, "cpu")])
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+async def test_records_of_a_killed_gateway_are_reported_without_the_zeros_after_them(tmp_path: Path) -> None:
+    count = 2_000  # of more bytes than are allocated at once
+    kill_gateway(tmp_path, count)
+    mesh = UnreliableMesh()
+    meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
+    meter.open()
+    assert await meter.flush()
+    assert (mesh.ledger.requests, mesh.ledger.cpu_us) == (count, 90_000)
+    meter.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_record_for_which_the_disk_has_no_block_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = RecordingMesh()
+    meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
+    meter.open()
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", refuse)
+        meter.record(RECORD)
+    meter.record(RECORD)
+    assert await meter.flush()
+    assert (meter.dropped, [r.counts.requests for r in mesh.reports[0].rows]) == (1, [1])
+    meter.close()
+
+
+def test_a_closed_spool_ends_with_its_last_record(tmp_path: Path) -> None:
+    meter = UsageMeter(cast(Mesh, None), "own", tmp_path)
+    meter.open()
+    meter.record(RECORD)
+    meter.close()
+    assert (tmp_path / "own-0.usage").read_bytes() == RECORD.line()
+
+
+async def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
+    """A power cut may leave a part of the last line; this gateway continues the file."""
+    opened = OpenUsage("lost", 1, "a", "m", "", 90_000, "cpu").line()
+    (tmp_path / "own-0.usage").write_bytes(RECORD.line() + opened + RECORD.line()[:-4])
+    mesh = UnreliableMesh()
+    meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
+    meter.open()
+    meter.record(RECORD)
+    assert await meter.flush()
+    assert (mesh.ledger.requests, mesh.ledger.cpu_us) == (2, 90_000)
     meter.close()

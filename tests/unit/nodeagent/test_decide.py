@@ -6,8 +6,10 @@ import pytest
 
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.state import Process, deadlines
+from services.nodeagent.domain.status import instance_status
 from shared.contracts.engine import EngineLoad
-from shared.contracts.node import InstanceState
+from shared.contracts.node import InstanceState, InstanceStatus
+from shared.engines.final_charges import FinalCharges
 from shared.errors import InstanceBusy
 from tests.unit.nodeagent.world import EPOCH, ERROR, World, report, start, stop
 
@@ -31,6 +33,10 @@ def ended(world: World, instance_id: str = "i") -> None:
 
 def state(world: World) -> InstanceState:
     return world["i"].state
+
+
+def status_of(world: World) -> InstanceStatus:
+    return instance_status(world.state, world["i"], private=0, weights=0, phases=(), wall=0.0)
 
 
 def errors(effects: tuple[e.Effect, ...]) -> list[str | None]:
@@ -325,3 +331,25 @@ def test_engine_that_stops_during_its_start_leaves_no_deadline() -> None:
     world.hear(e.EngineReported(report("i", "stopped", 7)))
     world.hear(e.Tick(), after=101)
     assert [t for t in deadlines(world.state) if t <= world.now] == []
+
+
+CHARGES = FinalCharges(busy_s=3.0, charged_s=2.5, own_s=0.5)
+
+
+def test_the_meters_of_a_killed_engine_are_its_last_ones() -> None:
+    world = World()
+    ready(world)
+    world.hear(e.EngineReported(report().model_copy(update={"load": EngineLoad(completed=2, busy_s=2.0, charged_s=1.0)})))
+    world.hear(e.EngineExited("i", 7, -9, ERROR, charges=CHARGES))
+    load = status_of(world).load
+    assert (load.completed, load.busy_s, load.charged_s) == (2, 3.0, 2.5)
+    assert [(work.plan_id, work.seconds) for work in load.background] == [("", 0.5)]
+    shown = status_of(world)
+    assert (shown.pids, shown.ended_pid) == ((), 7)
+
+
+def test_an_engine_that_ended_without_a_nodeagent_is_metered_by_the_next_one() -> None:
+    old, new = World(), World()
+    ready(old)
+    new.hear(e.Adopted(old["i"], False, ERROR, charges=CHARGES))
+    assert status_of(new).load.charged_s == 2.5

@@ -240,7 +240,7 @@ def test_wakes_take_idle_models_as_before() -> None:
 
 
 @pytest.mark.parametrize("has_turns", [True, False])
-def test_model_that_waited_for_long_takes_what_shares_keep_from_it_only_without_turns_of_its_key(*, has_turns: bool) -> None:
+def test_after_a_long_wait_shares_keep_instances_only_where_its_key_has_turns(*, has_turns: bool) -> None:
     """The device has another instance of the waiting key, which leaves for it; or it has none."""
     clients = [Client("other", key("b", priority=1))]
     clients += [Client("own", key("a"), 0.9, 0.0), Client("new", key("a"), 0.9, 0.0)] if has_turns else []
@@ -313,7 +313,7 @@ tags = st.dictionaries(st.tuples(st.sampled_from("abc"), st.sampled_from([0, 1])
 
 
 @given(users=flows, waiting=flows, tags=tags, reload_s=st.floats(0.0, 10.0), is_idle=st.booleans())
-def test_shares_keep_no_model_from_keys_that_alone_use_it_and_never_two_from_each_other_for_ever(
+def test_shares_keep_a_model_from_other_keys_only_until_its_users_are_ahead(
     users: frozenset[tuple[str, int]],
     waiting: frozenset[tuple[str, int]],
     tags: dict[tuple[str, int], float],

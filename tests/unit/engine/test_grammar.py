@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,10 @@ def test_keys_share_no_compiled_grammars_and_all_of_them_are_bounded(tokens: Tok
     assert compiler.compile(wanted, "alice") is not first
 
 
-def generate(grammar: Grammar, seed: int, limit: int = 400) -> list[int]:
-    """Choose among the allowed tokens at random, until one ends the response."""
+def generate(grammar: Grammar, seed: int, limit: int = 400, begin: Sequence[int] = ()) -> list[int]:
+    """Choose among the allowed tokens at random behind `begin`, until one ends the response."""
     matcher, random = TokenMatcher(grammar), np.random.default_rng(seed)
-    made: list[int] = []
+    made: list[int] = list(begin)
     while len(made) < limit:
         allowed = matcher.allowed_after(made[matcher.consumed :]).nonzero().flatten().numpy()
         made.append(int(random.choice(allowed)))

@@ -116,7 +116,7 @@ def write(form: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
 def accepts(grammar: Grammar, tokens: Tokenization, text: str) -> bool:
     """True if the response may be `text`."""
     matcher = grammar.new_matcher()
-    return all(matcher.consume_token(token) for token in tokens.encode(text, special_tokens=False)) and matcher.is_accepting()
+    return all(matcher.consume_token(token) for token in tokens.encode(text, special_tokens=False)) and matcher.is_accepting
 
 
 TYPED: dict[str, Any] = {
@@ -224,7 +224,7 @@ def test_format_of_the_content_is_an_alternative_to_calls(compiler: GrammarCompi
     for text in ('{"place": "Rome"}', '<tool_call>\n{"name": "news", "arguments": {"place": "Rome"}}\n</tool_call>'):
         matcher = grammar.new_matcher()
         assert all(matcher.consume_token(token) for token in tokens.encode(text, special_tokens=False))
-        assert matcher.is_accepting()
+        assert matcher.is_accepting
     for form, other in (("llama3", content), ("hermes", OutputFormat("regex", "a", "guided_regex"))):
         with pytest.raises(InvalidRequest, match="cannot be combined") as refused:
             write_tool_grammar(asked, form, {}, other)  # type: ignore[arg-type]

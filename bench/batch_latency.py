@@ -1,13 +1,15 @@
 """What a running batch costs interactive requests of the same device.
 
-    python -m bench.batch_latency [--rounds N] [--seconds S] [--rate R] [--json PATH]
+    python -m bench.batch_latency [--rounds N] [--seconds S] [--rate R] [--prompt T]
+        [--cases alone,same,other] [--json PATH]
 
 Two models run in one executor of a cpu device. Interactive requests of one model are sent at random
 times (Poisson), each with a prompt of its own. A round measures them without a batch (`alone`),
 beside a batch of the same model (`same`) and beside a batch of the other model (`other`); the order
 is reversed in every second round. A batch has more lines than a case has time for, and is cancelled
 at the case's end. TTFT is the time to the first token, TPOT the time between two later tokens.
-`tokens_per_s` counts both kinds of requests.
+`tokens_per_s` counts both kinds of requests. With `--prompt` the prompts of the batch have about T
+tokens, so that its prefill competes as well.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ async def _stream(client: httpx.AsyncClient, prompt: str, seen: Seen) -> None:
     async with client.stream("POST", "/completions", json=body) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
-            if '"error"' in line:
+            if '"error":' in line:
                 raise RuntimeError(line)
             if '"text"' in line and '"finish_reason":null' in line.replace(" ", ""):
                 times.append(time.perf_counter())
@@ -88,10 +90,15 @@ async def _stream(client: httpx.AsyncClient, prompt: str, seen: Seen) -> None:
     seen.tpot_ms.append((times[-1] - times[0]) / max(1, len(times) - 1) * 1e3)
 
 
-async def _start_batch(client: httpx.AsyncClient, model: str, seed: int) -> str:
+async def _start_batch(client: httpx.AsyncClient, model: str, seed: int, prompt: int) -> str:
     body = {"model": model, "max_tokens": _BATCH_TOKENS, "temperature": 0, "ignore_eos": True}
     lines = [
-        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body | {"prompt": f"Question {seed} {i}"}}
+        {
+            "custom_id": str(i),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": body | {"prompt": f"Question {seed} {i}" + f" {i % 10}" * (prompt // 2)},
+        }
         for i in range(_LINES)
     ]
     content = "\n".join(map(json.dumps, lines)).encode()
@@ -115,11 +122,11 @@ async def _end_batch(client: httpx.AsyncClient, batch: str) -> int:
         await asyncio.sleep(0.1)
 
 
-async def measure(url: str, case: str, seconds: float, rate: float, seed: int) -> Seen:
+async def measure(url: str, case: str, seconds: float, rate: float, seed: int, prompt: int) -> Seen:
     """Measure one case, with the same times and prompts in all cases of a round."""
     seen, draw = Seen(), random.Random(seed)
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-        batch = None if case == "alone" else await _start_batch(client, "one" if case == "same" else "two", seed)
+        batch = None if case == "alone" else await _start_batch(client, "one" if case == "same" else "two", seed, prompt)
         batch_began = time.perf_counter()
         await asyncio.sleep(_WARM_S)
         began = at = time.perf_counter()
@@ -137,12 +144,12 @@ async def measure(url: str, case: str, seconds: float, rate: float, seed: int) -
     return seen
 
 
-def measure_all(url: str, rounds: int, seconds: float, rate: float) -> dict[str, float]:
+def measure_all(url: str, cases: Sequence[str], rounds: int, seconds: float, rate: float, prompt: int) -> dict[str, float]:
     """Return the figures of all rounds together."""
-    found = {case: Seen() for case in _CASES}
+    found = {case: Seen() for case in cases}
     for number in range(rounds + 1):
-        for case in _CASES[:: 1 if number % 2 else -1]:
-            seen = asyncio.run(measure(url, case, seconds if number else 2.0, rate, number))
+        for case in cases[:: 1 if number % 2 else -1]:
+            seen = asyncio.run(measure(url, case, seconds if number else 2.0, rate, number, prompt))
             if number:  # the first round warms up
                 found[case].add(seen)
     figures: dict[str, float] = {}
@@ -157,7 +164,7 @@ def measure_all(url: str, rounds: int, seconds: float, rate: float) -> dict[str,
             f"{case}.batch_lines": seen.batch_lines,
             f"{case}.tokens_per_s": tokens / seen.lasted_s,
         }
-    for case in _CASES[1:]:
+    for case in cases[1:]:
         for what in ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms"):
             figures[f"{case}.{what}_ratio"] = figures[f"{case}.{what}"] / figures[f"alone.{what}"]
     return figures
@@ -169,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each case")
     parser.add_argument("--rate", type=float, default=2.0, help="interactive requests per second")
+    parser.add_argument("--prompt", type=int, default=4, help="tokens of a batch's prompts")
+    parser.add_argument("--cases", default=",".join(_CASES), help="alone is first")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     print(json.dumps(machine()), file=sys.stderr)
@@ -176,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         root = Path(directory)
         models = {name: make_demo_model(root / name, _SIZE, n) for n, name in enumerate(("one", "two"))}
         with contextlib.closing(BatchMesh(root / "home", models)) as mesh:
-            figures = measure_all(mesh.url, options.rounds, options.seconds, options.rate)
+            figures = measure_all(mesh.url, options.cases.split(","), options.rounds, options.seconds, options.rate, options.prompt)
     for name, value in figures.items():
         print(f"{name:28} {value:10.2f}")
     write(options.json, figures)

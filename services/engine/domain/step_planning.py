@@ -5,11 +5,12 @@ sequence has one token more than that; a new or preempted one has many. A step c
 several sequences:
 
 1. Decoding sequences run first, one token each.
-2. Sequences in prefill share the remaining tokens of the step. While any sequence decodes that is
-   `chunk_tokens`, so that a long prompt does not delay the others; alone, a prompt is computed in
-   one step, as `model.generate` does.
-3. If a running sequence finds no block to grow into, the youngest running one is preempted: it
-   loses its keys and values and waits at the head of the queue.
+2. Sequences in prefill share the remaining tokens of the step, highest priority first: a request
+   that may be admitted does not wait for prompts of lower priority, such as those of a batch. While
+   any sequence decodes that is `chunk_tokens`, so that a long prompt does not delay the others;
+   alone, a prompt is computed in one step, as `model.generate` does.
+3. If a running sequence finds no block to grow into, the youngest running one of the lowest
+   priority is preempted: it loses its keys and values and waits at the head of the queue.
    The protected sequence is never preempted: it waits for memory instead.
 4. If no sequence was preempted, waiting sequences are admitted in order (`fair_slots`) while there
    is a slot, a token and room for all they are known to need, with a spare block for each running
@@ -98,6 +99,7 @@ class SequenceView:
     Attributes:
         preemptions: Number of its preemptions.
         greatest_length: Tokens that it may have in the end; 0: unknown.
+        priority: Of its request; the highest is first.
     """
 
     key: int
@@ -105,6 +107,7 @@ class SequenceView:
     computed: int = 0
     preemptions: int = 0
     greatest_length: int = 0
+    priority: int = 0
 
     @property
     def is_aged(self) -> bool:
@@ -152,16 +155,32 @@ def plan_step(
     draft = _Draft(list(running), limits, protected)
     for sequence in (s for s in running if s.remaining == 1):
         draft.grow(sequence, 1)
-    for sequence in (s for s in running if s.remaining > 1):
+    queue = _Queue(waiting, draft)
+    for sequence in sorted((s for s in running if s.remaining > 1), key=lambda s: -s.priority):
+        queue.admit(above=sequence.priority)
         draft.grow(sequence, min(sequence.remaining, draft.budget))
-    admitted: list[int] = []
-    if not draft.preempted:
-        for sequence in waiting:
-            if draft.budget <= 0 or not draft.admit(sequence):
-                break
-            admitted.append(sequence.key)
+    queue.admit(above=None)
+    admitted = queue.admitted
     work = tuple(Work(key, count) for key, count in draft.counts.items() if count > 0)
     return StepPlan(work, tuple(admitted), tuple(s.key for s in draft.preempted))
+
+
+class _Queue:
+    """Admits waiting sequences in order, until one does not fit."""
+
+    def __init__(self, waiting: Iterable[SequenceView], draft: _Draft) -> None:
+        self._waiting = iter(waiting)
+        self._draft = draft
+        self._next = next(self._waiting, None)
+        self.admitted: list[int] = []
+
+    def admit(self, above: int | None) -> None:
+        """Apply rule 4 to sequences with a priority over `above`; None: to all."""
+        while self._next is not None and (above is None or self._next.priority > above):
+            if self._draft.preempted or self._draft.budget <= 0 or not self._draft.admit(self._next):
+                return
+            self.admitted.append(self._next.key)
+            self._next = next(self._waiting, None)
 
 
 class _Draft:
@@ -186,9 +205,11 @@ class _Draft:
                 if sequence.remaining > 1:
                     self.budget -= count
                 return
-            if self.running[-1].key == self.protected:
+            lowest = min(s.priority for s in self.running)
+            victim = next(s for s in reversed(self.running) if s.priority == lowest)
+            if victim.key == self.protected:
                 return
-            victim = self.running.pop()
+            self.running.remove(victim)
             self.counts.pop(victim.key, None)
             self.preempted.insert(0, victim)
 

@@ -14,7 +14,7 @@ from services.gateway.domain.tool_calls.parser import ToolCallParser
 from services.gateway.domain.tool_calls.pieces import Arguments, CallStarted, Piece, Reasoning, Text
 from shared.contracts.engines import ToolFormat
 from shared.tool_calls.families import FAMILIES
-from shared.tool_calls.family import CallObject, Channels, JsonArguments, NamedCall
+from shared.tool_calls.family import JsonArguments, NamedCall
 from tests.support.tool_texts import write_calls
 
 SCHEMA: dict[str, Any] = {
@@ -330,9 +330,7 @@ TYPED = st.fixed_dictionaries(
 @given(st.sampled_from(FORMS), st.data())
 def test_written_calls_are_read_as_they_were_written(form: ToolFormat, data: st.DataObject) -> None:
     style = FAMILIES[form].style
-    is_json = isinstance(style, CallObject | Channels) or (
-        isinstance(style, NamedCall) and isinstance(style.arguments, JsonArguments)
-    )
+    is_json = not isinstance(style, NamedCall) or isinstance(style.arguments, JsonArguments)
     arguments = st.dictionaries(st.text(), JSON) if is_json else TYPED
     calls = data.draw(st.lists(st.tuples(st.sampled_from(["weather", "time"]), arguments), min_size=1, max_size=3))
     text = write_calls(form, calls)

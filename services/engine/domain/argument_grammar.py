@@ -122,12 +122,12 @@ def _chain(rule: str, items: Sequence[tuple[str, bool]], separator: str) -> list
     """
     rules = []
     for k, (item, is_required) in enumerate(items):
-        after = f"{rule}_more_{k + 1}"
-        for name, begin in ((f"{rule}_first_{k}", ""), (f"{rule}_more_{k}", json.dumps(separator) + " ")):
-            skip = "" if is_required else " | " + (f"{rule}_first_{k + 1}" if not begin else after)
+        after = f"{rule}_m{k + 1}"
+        for name, begin in ((f"{rule}_f{k}", ""), (f"{rule}_m{k}", json.dumps(separator) + " ")):
+            skip = "" if is_required else " | " + (f"{rule}_f{k + 1}" if not begin else after)
             rules.append(f"{name}: {begin}{item} {after}{skip}")
     last = len(items)
-    rules += [f'{rule}_first_{last}: ""', f'{rule}_more_{last}: ""']
+    rules += [f'{rule}_f{last}: ""', f'{rule}_m{last}: ""']
     return rules
 
 
@@ -169,11 +169,11 @@ class _Tagged:
         items, rules = [], list[str]()
         for k, (name, schema, is_required) in enumerate(_properties(self.root, self.tool)):
             begin = self.text.write(f"{self.style.key_begin}{name}{self.style.key_end}{self.style.value_begin}")
-            item = f"{rule}_item_{k}"
+            item = f"{rule}_i{k}"
             value, more = self._value(f"{rule}_{k}", schema)
             rules += [f"{item}: {begin} {value}", *more]
             items.append((item, is_required))
-        return [f"{rule}: {rule}_first_0 {self.text.write(self.style.end)}", *_chain(rule, items, ""), *rules]
+        return [f"{rule}: {rule}_f0 {self.text.write(self.style.end)}", *_chain(rule, items, ""), *rules]
 
     def _value(self, rule: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
         """Return the expression of a value with its end, and the rules that it needs."""
@@ -198,7 +198,7 @@ def _python_rules(rule: str, schema: Mapping[str, Any], tool: str) -> list[str]:
             raise _refuse(tool, f"properties.{name[:40]}")
         rules += _python_value(f"{rule}_{k}", each, schema)
         items.append((f"{json.dumps(name + '=')} {rule}_{k}", is_required))
-    return [f'{rule}: {rule}_first_0 ")"', *_chain(rule, items, ", "), *rules]
+    return [f'{rule}: {rule}_f0 ")"', *_chain(rule, items, ", "), *rules]
 
 
 def _python_value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
@@ -240,7 +240,7 @@ class _Bare:
         for k, (name, each, is_required) in enumerate(_properties(schema, self.tool)):
             rules += self._value(f"{rule}_{k}", each, depth - 1)
             items.append((f"{json.dumps(name + ':', ensure_ascii=False)} {rule}_{k}", is_required))
-        return [f'{rule}: "{{" {rule}_first_0 "}}"', *_chain(rule, items, ","), *rules]
+        return [f'{rule}: "{{" {rule}_f0 "}}"', *_chain(rule, items, ","), *rules]
 
     def _value(self, rule: str, schema: Mapping[str, Any], depth: int) -> list[str]:
         quote = self.text.write(self.quote)
@@ -259,10 +259,10 @@ class _Bare:
             case "array" if isinstance(items := schema.get("items"), Mapping):
                 low, high = int(schema.get("minItems") or 0), schema.get("maxItems")
                 more = f"{{{max(0, low - 1)},{'' if high is None else max(0, int(high) - 1)}}}"
-                some = f'{rule}_item ("," {rule}_item){more}' if high != 0 else '""'
-                return [f'{rule}: "[" {f"({some})?" if low == 0 else some} "]"', *self._value(f"{rule}_item", items, depth - 1)]
+                some = f'{rule}_e ("," {rule}_e){more}' if high != 0 else '""'
+                return [f'{rule}: "[" {f"({some})?" if low == 0 else some} "]"', *self._value(f"{rule}_e", items, depth - 1)]
             case _ if isinstance(choices := schema.get("anyOf") or schema.get("oneOf"), list) and choices:
-                names = [f"{rule}_or_{k}" for k in range(len(choices))]
+                names = [f"{rule}_o{k}" for k in range(len(choices))]
                 parts = [self._value(name, _object(each, self.tool), depth - 1) for name, each in zip(names, choices, strict=True)]
                 return [f"{rule}: {' | '.join(names)}", *(line for part in parts for line in part)]
         raise _refuse(self.tool, "a value without a type")

@@ -89,15 +89,15 @@ class _Framed:
         style = self.family.style
         if isinstance(style, CallObject):
             begin = _quote(f'{{"name": "{tool.name}", "{style.arguments}": ')
-            return [f'body_{i}: {begin} arguments_{i} "}}"', f"arguments_{i}: {json_rule(tool.schema)}"]
+            return [f'body_{i}: {begin} a{i} "}}"', f"a{i}: {json_rule(tool.schema)}"]
         assert isinstance(style, NamedCall)
         name = self.text.write(f"{style.name_begin}{style.prefix}{tool.name}")
         index = ' ":" INDEX' if style.is_indexed else ""
         rules = ["INDEX: /[0-9]{1,4}/"] if style.is_indexed and i == 0 else []
         return [
             *rules,
-            f"body_{i}: {name}{index} {self.text.write(style.name_end)} arguments_{i}",
-            *write_arguments(f"arguments_{i}", style.arguments, tool.schema, self.text, tool.name),
+            f"body_{i}: {name}{index} {self.text.write(style.name_end)} a{i}",
+            *write_arguments(f"a{i}", style.arguments, tool.schema, self.text, tool.name),
         ]
 
     def _free_text(self, opening: str, *, is_list: bool) -> list[str]:
@@ -122,7 +122,7 @@ def _channel_rules(request: ToolRequest, text: MarkedText, content: OutputFormat
     ]
     for i, tool in enumerate(request.tools):
         begin = text.write(f"{call}{tool.name} <|constrain|>json<|message|>")
-        rules += [f"call_{i}: {begin} arguments_{i}", f"arguments_{i}: {json_rule(tool.schema)}"]
+        rules += [f"call_{i}: {begin} a{i}", f"a{i}: {json_rule(tool.schema)}"]
     if request.mode == "required":
         return ["start: thought? calls", *rules]
     final = text.write("<|channel|>final<|message|>")

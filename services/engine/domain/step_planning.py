@@ -6,7 +6,8 @@ several sequences:
 
 1. Decoding sequences run first, one token each.
 2. Sequences in prefill share the remaining tokens of the step, highest priority first: a request
-   that may be admitted does not wait for prompts of lower priority, such as those of a batch. While
+   that may be admitted does not wait for prompts of lower priority, such as those of a batch, and
+   those of negative priority have one part in `LOW_SHARE` of a chunk while others run. While
    any sequence decodes that is `chunk_tokens`, so that a long prompt does not delay the others;
    alone, a prompt is computed in one step, as `model.generate` does.
 3. If a running sequence finds no block to grow into, the youngest running one of the lowest
@@ -28,6 +29,8 @@ from dataclasses import dataclass
 BLOCK_TOKENS = 128
 """KV memory is counted, and grows, in blocks of this many tokens."""
 MAX_PREEMPTIONS = 3
+LOW_SHARE = 8
+"""As for background prefill (`background_prefill`): the step of the others gets little longer."""
 
 
 def blocks_for(tokens: int) -> int:
@@ -158,6 +161,7 @@ def plan_step(
     queue = _Queue(waiting, draft)
     for sequence in sorted((s for s in running if s.remaining > 1), key=lambda s: -s.priority):
         queue.admit(above=sequence.priority)
+        draft.limit_prefill(sequence.priority)
         draft.grow(sequence, min(sequence.remaining, draft.budget))
     queue.admit(above=None)
     admitted = queue.admitted
@@ -177,6 +181,7 @@ class _Queue:
     def admit(self, above: int | None) -> None:
         """Apply rule 4 to sequences with a priority over `above`; None: to all."""
         while self._next is not None and (above is None or self._next.priority > above):
+            self._draft.limit_prefill(self._next.priority)
             if self._draft.preempted or self._draft.budget <= 0 or not self._draft.admit(self._next):
                 return
             self.admitted.append(self._next.key)
@@ -190,8 +195,15 @@ class _Draft:
         self.protected = protected
         self.counts: dict[int, int] = {}
         self.preempted: list[SequenceView] = []
+        self._is_low = False
         decoding = sum(s.remaining == 1 for s in running)
         self.budget = limits.step_tokens if not decoding else min(limits.step_tokens, limits.chunk_tokens)
+
+    def limit_prefill(self, priority: int) -> None:
+        """Apply rule 2 to sequences of `priority` and below, if any of higher priority runs."""
+        if priority < 0 and any(s.priority > priority for s in self.running):
+            self.budget = min(self.budget, max(1, self.limits.chunk_tokens // LOW_SHARE)) if not self._is_low else self.budget
+            self._is_low = True
 
     def _used_blocks(self) -> int:
         return sum(blocks_for(s.computed + self.counts.get(s.key, 0)) for s in self.running)

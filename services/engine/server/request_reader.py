@@ -338,7 +338,7 @@ def _list_ignored(body: Generating | EmbeddingRequest) -> tuple[str, ...]:
     return tuple(sorted((body.model_extra or {}).keys() - INERT - NOT_HONOURED.keys()))
 
 
-def _message(number: int, message: ChatMessage, *, keep_arguments: bool) -> dict[str, Any]:
+def _message(number: int, message: ChatMessage, *, keep_arguments: bool = False) -> dict[str, Any]:
     """Convert a message for chat templates.
 
     Content becomes text; arguments of tool calls become objects, unless `keep_arguments` is set.

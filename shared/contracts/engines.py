@@ -10,8 +10,30 @@ from typing import Literal
 from shared.contracts.base import Frozen
 
 Engine = Literal["builtin", "vllm", "llamacpp", "sglang", "ollama", "tensorrt-llm", "openai"]
-ToolFormat = Literal["hermes", "llama3", "mistral"]
-"""The form in which a model writes tool calls into its text (docs/adr/0077)."""
+ToolFormat = Literal[
+    "hermes",
+    "llama3",
+    "mistral",
+    "mistral_v11",
+    "qwen3_coder",
+    "glm45",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+    "minimax_m2",
+    "seed_oss",
+    "openai",
+    "gemma3",
+    "gemma4",
+    "functiongemma",
+    "granite",
+    "phi4_mini_json",
+    "pythonic",
+    "llama4_pythonic",
+]
+"""The form in which a model writes tool calls into its text: a family of models
+(docs/adr/0077, docs/adr/0100).
+"""
 EVERYTHING = "*"
 """In `Capabilities.honours`: every field goes to the engine, which refuses what it cannot do
 itself.

@@ -27,7 +27,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
-from shared.contracts.engines import ToolFormat
 from shared.contracts.models import ModelCard
 from shared.contracts.objectives import ObjectiveStanding
 from shared.contracts.phases import PhaseSpan
@@ -184,8 +183,11 @@ class InferStarted(Message):
         default="", description="Why no other engine could resume this answer; empty: another engine can, from its tokens."
     )
     seed: int | None = Field(default=None, description="The seed that tokens are sampled with, chosen by the client or the engine.")
-    tool_format: ToolFormat | None = Field(
-        default=None, description="The text may have tool calls in this form, which the gateway divides from it; None: it has none."
+    tool_format: str | None = Field(
+        default=None,
+        max_length=64,
+        description="The text may have tool calls in this form (`ToolFormat`), which the gateway divides from it; None: it has none. A "
+        "gateway takes a form that it does not know for text.",
     )
 
 

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from shared.contracts.base import Frozen
 from shared.contracts.engines import CAPABILITIES, Capabilities, Engine, ToolFormat
 from shared.contracts.stages import LayerRange, RankOf, split_layers
+from shared.tool_calls.families import ALIASES
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}$"
 ENGINE_SOURCE = "engine://"
@@ -190,7 +191,9 @@ class ModelOptions(Strict):
         default="auto", description="Type of the weights in memory: auto (that of the files), float32, bfloat16 or float16."
     )
     tool_parser: ToolFormat | None = Field(
-        default=None, description="The form of tool calls in its text (builtin engine); by default that of its chat template."
+        default=None,
+        description="The form of tool calls in its text (builtin engine); by default engine_args.tool_call_parser, which takes vLLM's "
+        "names, or else that of its chat template.",
     )
     queue: QueueLimits = QueueLimits()
     slo: Slo = Slo()
@@ -288,6 +291,11 @@ class ModelSpec(ModelOptions):
                 raise ValueError(f"alias {alias!r} must match {NAME_PATTERN}")
         return value
 
+    @property
+    def tool_call_parser(self) -> str | None:
+        """The name of the form of tool calls that its options give (builtin engine)."""
+        return self.tool_parser or self.engine_args.get("tool_call_parser")
+
     @model_validator(mode="after")
     def _engine_options(self) -> Self:
         ours = self.engine == "builtin"
@@ -296,6 +304,8 @@ class ModelSpec(ModelOptions):
                 raise ValueError(f"{name} is for engines other than builtin; name one with `engine:`")
         if self.stages > 1:
             self._check_stages(ours)
+        if ours and (given := self.engine_args.get("tool_call_parser")) is not None and given not in ALIASES:
+            raise ValueError(f"tool_call_parser {given!r:.80} is not known. Use one of {', '.join(sorted(ALIASES))}")
         if self.engine == "openai" and not self.command and self.container is None:
             raise ValueError("engine: openai needs a command, or a container")
         if self.command and self.container is not None:

@@ -6,9 +6,11 @@ The model has random weights: only grammars make its calls valid.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -162,3 +164,40 @@ def test_responses_have_function_calls(client: openai.OpenAI) -> None:
     output: Any = [{"type": "function_call_output", "call_id": calls[0].call_id, "output": "rain"}]
     after = {"model": "one", "input": output, "previous_response_id": whole.id, "max_output_tokens": 4, "tools": tools}
     assert client.responses.create(**after).status == "incomplete"
+
+
+FAMILIES = ("qwen3_coder", "deepseek_v31", "functiongemma", "pythonic")
+
+
+@pytest.fixture(scope="module")
+def families(mesh: Thaw) -> Iterator[dict[str, str]]:
+    """Register the model `one` under a name for each family. Its template renders the tools."""
+    headers = {"authorization": f"Bearer {mesh.endpoints['admin_key']}"}
+    source = str(mesh.home / "models" / "one")
+    names = {family: f"calls-{family.replace('_', '-')}" for family in FAMILIES}
+    specs = [
+        {"name": name, "source": source, "isolation": "shared", "engine_args": {"tool_call_parser": family}}
+        for family, name in names.items()
+    ]
+    with httpx.Client(base_url=f"{mesh.url}/admin/v1", headers=headers, timeout=120) as admin:
+        admin.post("/models", json={"specs": specs}).raise_for_status()
+        yield names
+        for name in names.values():
+            admin.delete(f"/models/{name}").raise_for_status()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_notation_gives_the_calls_of_openai(client: openai.OpenAI, families: dict[str, str], family: str) -> None:
+    asked: dict[str, Any] = {**ASKED, "model": families[family], "tools": TOOLS, "tool_choice": NAMED, "seed": 5}
+    choice = client.chat.completions.create(**asked).choices[0]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "news"
+    check(json.loads(call.function.arguments))
+    deltas = [delta for chunk in chunks for delta in chunk.delta.tool_calls or ()]
+    assert [delta.function.name for delta in deltas if delta.function and delta.function.name] == ["news"]
+    assert "".join(delta.function.arguments or "" for delta in deltas if delta.function) == call.function.arguments
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]

@@ -5,11 +5,13 @@ sequence has one token more than that; a new or preempted one has many. A step c
 several sequences:
 
 1. Decoding sequences run first, one token each.
-2. Sequences in prefill share the remaining tokens of the step. While any sequence decodes that is
-   `chunk_tokens`, so that a long prompt does not delay the others; alone, a prompt is computed in
-   one step, as `model.generate` does.
-3. If a running sequence finds no block to grow into, the youngest running one is preempted: it
-   loses its keys and values and waits at the head of the queue.
+2. Sequences in prefill share the remaining tokens of the step, highest priority first: a request
+   that may be admitted does not wait for prompts of lower priority, such as those of a batch, and
+   those of negative priority have one part in `LOW_SHARE` of a chunk while others run. While
+   any sequence decodes that is `chunk_tokens`, so that a long prompt does not delay the others;
+   alone, a prompt is computed in one step, as `model.generate` does.
+3. If a running sequence finds no block to grow into, the youngest running one of the lowest
+   priority is preempted: it loses its keys and values and waits at the head of the queue.
    The protected sequence is never preempted: it waits for memory instead.
 4. If no sequence was preempted, waiting sequences are admitted in order (`fair_slots`) while there
    is a slot, a token and room for all they are known to need, with a spare block for each running
@@ -27,6 +29,8 @@ from dataclasses import dataclass
 BLOCK_TOKENS = 128
 """KV memory is counted, and grows, in blocks of this many tokens."""
 MAX_PREEMPTIONS = 3
+LOW_SHARE = 8
+"""As for background prefill (`background_prefill`): the step of the others gets little longer."""
 
 
 def blocks_for(tokens: int) -> int:
@@ -98,6 +102,7 @@ class SequenceView:
     Attributes:
         preemptions: Number of its preemptions.
         greatest_length: Tokens that it may have in the end; 0: unknown.
+        priority: Of its request; the highest is first.
     """
 
     key: int
@@ -105,6 +110,7 @@ class SequenceView:
     computed: int = 0
     preemptions: int = 0
     greatest_length: int = 0
+    priority: int = 0
 
     @property
     def is_aged(self) -> bool:
@@ -152,16 +158,34 @@ def plan_step(
     draft = _Draft(list(running), limits, protected)
     for sequence in (s for s in running if s.remaining == 1):
         draft.grow(sequence, 1)
-    for sequence in (s for s in running if s.remaining > 1):
+    queue = _Queue(waiting, draft)
+    for sequence in sorted((s for s in running if s.remaining > 1), key=lambda s: -s.priority):
+        queue.admit(above=sequence.priority)
+        draft.limit_prefill(sequence.priority)
         draft.grow(sequence, min(sequence.remaining, draft.budget))
-    admitted: list[int] = []
-    if not draft.preempted:
-        for sequence in waiting:
-            if draft.budget <= 0 or not draft.admit(sequence):
-                break
-            admitted.append(sequence.key)
+    queue.admit(above=None)
+    admitted = queue.admitted
     work = tuple(Work(key, count) for key, count in draft.counts.items() if count > 0)
     return StepPlan(work, tuple(admitted), tuple(s.key for s in draft.preempted))
+
+
+class _Queue:
+    """Admits waiting sequences in order, until one does not fit."""
+
+    def __init__(self, waiting: Iterable[SequenceView], draft: _Draft) -> None:
+        self._waiting = iter(waiting)
+        self._draft = draft
+        self._next = next(self._waiting, None)
+        self.admitted: list[int] = []
+
+    def admit(self, above: int | None) -> None:
+        """Apply rule 4 to sequences with a priority over `above`; None: to all."""
+        while self._next is not None and (above is None or self._next.priority > above):
+            self._draft.limit_prefill(self._next.priority)
+            if self._draft.preempted or self._draft.budget <= 0 or not self._draft.admit(self._next):
+                return
+            self.admitted.append(self._next.key)
+            self._next = next(self._waiting, None)
 
 
 class _Draft:
@@ -171,8 +195,15 @@ class _Draft:
         self.protected = protected
         self.counts: dict[int, int] = {}
         self.preempted: list[SequenceView] = []
+        self._is_low = False
         decoding = sum(s.remaining == 1 for s in running)
         self.budget = limits.step_tokens if not decoding else min(limits.step_tokens, limits.chunk_tokens)
+
+    def limit_prefill(self, priority: int) -> None:
+        """Apply rule 2 to sequences of `priority` and below, if any of higher priority runs."""
+        if priority < 0 and any(s.priority > priority for s in self.running):
+            self.budget = min(self.budget, max(1, self.limits.chunk_tokens // LOW_SHARE)) if not self._is_low else self.budget
+            self._is_low = True
 
     def _used_blocks(self) -> int:
         return sum(blocks_for(s.computed + self.counts.get(s.key, 0)) for s in self.running)
@@ -186,9 +217,11 @@ class _Draft:
                 if sequence.remaining > 1:
                     self.budget -= count
                 return
-            if self.running[-1].key == self.protected:
+            lowest = min(s.priority for s in self.running)
+            victim = next(s for s in reversed(self.running) if s.priority == lowest)
+            if victim.key == self.protected:
                 return
-            victim = self.running.pop()
+            self.running.remove(victim)
             self.counts.pop(victim.key, None)
             self.preempted.insert(0, victim)
 

@@ -1,30 +1,18 @@
-"""Read the tools of a chat, and write the grammar of the calls that it demands.
-
-`tool_choice` and `tools` are those of OpenAI's chat completions. A grammar is written in
-llguidance's dialect of Lark, with a JSON schema for the arguments of each tool.
-"""
+"""Read the tools of a chat: `tools` and `tool_choice` of OpenAI's chat completions."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from services.engine.domain.output_format import OutputFormat, check_schema_size, limit_chars
-from shared.contracts.engines import ToolFormat
+from services.engine.domain.output_format import check_schema_size
 from shared.errors import InvalidRequest, UnsupportedParameter
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}\Z")
-MAX_CALLS = 16
-"""Most calls of one response that a grammar allows."""
-_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,12}"
-"""White space between tokens of arguments. Bounded, as in other JSON (docs/adr/0073)."""
-_ANY = r"TEXT: /(.|\n)*/"
-
 Mode = Literal["none", "auto", "required"]
 
 
@@ -114,23 +102,6 @@ def _tool(tool: dict[str, Any], where: str) -> Tool:
     return Tool(name, schema, function.get("strict") is True)
 
 
-def detect_tool_format(template: str) -> ToolFormat | None:
-    """Return the form in which a chat template writes calls; None if it is not known."""
-    if "[TOOL_CALLS]" in template:
-        return None if "[ARGS]" in template else "mistral"
-    if "<tool_call>" in template:
-        # Others of this tag write XML or pairs of keys and values in it.
-        return None if "<function=" in template or "<arg_key>" in template else "hermes"
-    if '"parameters":' in template and ("<|python_tag|>" in template or "ipython" in template):
-        return "llama3"
-    return None
-
-
-def tags_of(form: ToolFormat) -> tuple[str, ...]:
-    """Tags that frame calls, which may be special tokens."""
-    return {"hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS]",), "llama3": ()}[form]
-
-
 def shorten_call_ids(message: dict[str, Any]) -> dict[str, Any]:
     """Give calls ids of nine letters and digits, which Mistral's templates require."""
     short = dict(message)
@@ -144,78 +115,3 @@ def shorten_call_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 def _short_id(call: str) -> str:
     return call if _SHORT_ID.match(call) else hashlib.blake2s(call.encode(errors="replace")).hexdigest()[:9]
-
-
-def write_tool_grammar(
-    request: ToolRequest, form: ToolFormat, special: dict[str, int], content: OutputFormat | None = None
-) -> OutputFormat:
-    """Write the grammar of a response.
-
-    Args:
-        request: Its `mode` is `auto` or `required`.
-        form: The form of calls.
-        special: Ids of those tags that are special tokens, which no text consists of.
-        content: In mode `auto`: the format of a response without calls.
-
-    Raises:
-        InvalidRequest: The schemas are too large together, or `content` cannot be combined.
-    """
-    count = f"{{0,{MAX_CALLS - 1}}}" if request.parallel else "{0}"
-    rules = [f"body: {' | '.join(f'body_{i}' for i in range(len(request.tools)))}"]
-    key = "parameters" if form == "llama3" else "arguments"
-    for i, tool in enumerate(request.tools):
-        begin = _quote(f'{{"name": "{tool.name}", "{key}": ')
-        rules += [f'body_{i}: {begin} arguments_{i} "}}"', f"arguments_{i}: {_json(tool.schema)}"]
-    opening = tags_of(form)
-    tags = [f"<[{special[tag]}]>" if tag in special else _quote(tag) for tag in opening]
-    match form:
-        case "hermes":
-            rules.append(f'call_rest: "\\n" body "\\n" {tags[1]}')
-            rules.append(f"call: {tags[0]} call_rest")
-            calls = "calls: call" + (f' ("\\n" call){count}' if request.parallel else "")
-        case "mistral":
-            rules.append('call_rest: "[" body' + (f' (", " body){count}' if request.parallel else "") + ' "]"')
-            calls = f"calls: {tags[0]} call_rest"
-        case "llama3":
-            calls = "calls: body" + (f' ("; " body){count}' if request.parallel else "")
-    if request.mode == "required":
-        rules = ["start: calls", calls, *rules]
-    elif content is not None:
-        rules = ["start: calls | content", calls, f"content: {_content(content, form)}", *rules]
-    else:
-        rules = [*_free_text(form, tags, opening, special, calls, request), *rules]
-    text = limit_chars("\n".join(["%llguidance {}", *rules]), "tools")
-    return OutputFormat("grammar", text, "tools")
-
-
-def _free_text(
-    form: ToolFormat, tags: Sequence[str], opening: Sequence[str], special: dict[str, int], calls: str, request: ToolRequest
-) -> list[str]:
-    """Rules of a response in which the model decides whether it calls."""
-    if form == "llama3":
-        return ['start: calls | PLAIN | ""', calls, r"PLAIN: /[^{ \t\r\n](.|\n)*/"]
-    head = f"head: TEXT {tags[0]}" if opening[0] in special else f"head[lazy]: TEXT {tags[0]}"
-    repeats = "*" if form == "hermes" and request.parallel else "?"
-    return [f"start: (head call_rest){repeats} TEXT", head, _ANY]
-
-
-def _content(content: OutputFormat, form: ToolFormat) -> str:
-    """Write a response without calls.
-
-    Llama 3's calls begin as JSON does, so a lexer cannot separate the two.
-    """
-    if content.kind != "json_schema" or form == "llama3":
-        raise InvalidRequest(
-            f"{content.param} and tools cannot be combined for this model and this format. Omit one of them, or demand a call",
-            param=content.param,
-        )
-    return _json(json.loads(content.text), is_compact=content.is_compact)
-
-
-def _json(schema: dict[str, Any], *, is_compact: bool = False) -> str:
-    options: dict[str, Any] = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": _WHITE_SPACE}
-    return "%json " + json.dumps({"x-guidance": options} | schema)
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -72,7 +72,7 @@ class Sequence:
     @property
     def view(self) -> SequenceView:
         greatest_length = len(self.choice.prompt) + self.choice.stop_conditions.max_tokens
-        return SequenceView(self.key, len(self.tokens), self.computed, self.preemptions, greatest_length)
+        return SequenceView(self.key, len(self.tokens), self.computed, self.preemptions, greatest_length, self.flow.priority)
 
     @property
     def claim(self) -> Claim:

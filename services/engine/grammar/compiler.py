@@ -8,14 +8,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from services.engine.domain.output_format import OutputFormat
+from services.engine.grammar.library import Limits, Matcher, Vocabulary
 from services.engine.tokenization import Tokenization
 from shared.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _KEPT = 64
 """Compiled grammars that are kept for later requests of the same API key with the same format."""
@@ -24,17 +21,27 @@ _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 emit it until `max_tokens`.
 """
 _MAX_ERROR_CHARS = 300
+_LIMITS = Limits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+)
+"""The speeds that the library's documentation gives put the lexer at 20 ms for a grammar and 14 ms
+for a mask.
+"""
 
 
 class Grammar:
     """A compiled output format. Thread-safe."""
 
-    def __init__(self, template: LLMatcher) -> None:
+    def __init__(self, template: Matcher) -> None:
         self._template = template
 
-    def new_matcher(self) -> LLMatcher:
+    def new_matcher(self) -> Matcher:
         """Return a matcher in its first state."""
-        return self._template.deep_copy()
+        return self._template.copy()
 
 
 class GrammarCompiler:
@@ -52,7 +59,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos = sorted(token for token in eos if 0 <= token < vocab_size)
         self._lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[tuple[str, OutputFormat], Grammar] = OrderedDict()
 
     def prepare(self) -> None:
@@ -84,27 +91,20 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
             return grammar
 
-    def _build_vocabulary(self) -> LLTokenizer:
-        from llguidance import LLTokenizer, TokenizerWrapper
-
-        # No slices: they save microseconds of a mask, and more than double the time of this call.
-        return LLTokenizer(
-            TokenizerWrapper(_Vocabulary(self._tokens, self._vocab_size, self._eos[0])), eos_token=self._eos, slices=[]
-        )
+    def _build_vocabulary(self) -> Vocabulary:
+        size = self._tokens.size
+        tokens = [self._tokens.token_bytes(i) if i < size else b"" for i in range(self._vocab_size)]
+        special = sorted(token for token in self._tokens.special_tokens() if token < self._vocab_size)
+        return Vocabulary(tokens, special, self._eos, _Encoder(self._tokens, tokens, frozenset(special)))
 
 
-class _Vocabulary:
-    """The tokens' bytes, and a tokenizer of text that a grammar forces, as llguidance uses them."""
+class _Encoder:
+    """Encodes text that a grammar forces."""
 
-    bos_token_id = None
-
-    def __init__(self, tokenization: Tokenization, vocab_size: int, eos_token: int) -> None:
-        self._tokens = tokenization
-        self.eos_token_id = eos_token
-        self.tokens = [tokenization.token_bytes(i) if i < tokenization.size else b"" for i in range(vocab_size)]
-        self.special_token_ids = sorted(token for token in tokenization.special_tokens() if token < vocab_size)
-        special = frozenset(self.special_token_ids)
-        self._id_of = {text: i for i, text in enumerate(self.tokens) if text and i not in special}
+    def __init__(self, tokenization: Tokenization, tokens: list[bytes], special: frozenset[int]) -> None:
+        self._tokenization = tokenization
+        self._tokens = tokens
+        self._id_of = {text: i for i, text in enumerate(tokens) if text and i not in special}
         self._longest = max(map(len, self._id_of), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
@@ -112,8 +112,8 @@ class _Vocabulary:
 
         SentencePiece puts a space before a text, which is not in `text`.
         """
-        own = self._tokens.encode(text.decode(errors="replace"), special_tokens=False)
-        if b"".join(self.tokens[token] for token in own if token < len(self.tokens)) == text:
+        own = self._tokenization.encode(text.decode(errors="replace"), special_tokens=False)
+        if b"".join(self._tokens[token] for token in own if token < len(self._tokens)) == text:
             return own
         return self._longest_matches(text)
 
@@ -130,35 +130,12 @@ class _Vocabulary:
         return found
 
 
-def _limits() -> LLParserLimits:
-    """Bound the time of a compilation and of each mask.
-
-    The speeds that the library's documentation gives put the lexer at 20 ms for a grammar and 14 ms
-    for a mask.
-    """
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_lexer_states=50_000,
-        max_grammar_size=200_000,
-        verbose_errors=False,
-    )
-
-
-def _compile(wanted: OutputFormat, vocabulary: LLTokenizer) -> LLMatcher:
-    from llguidance import LLMatcher
-
-    matcher = LLMatcher(vocabulary, _grammar_text(wanted), log_level=0, limits=_limits())
-    if not matcher.is_error():
-        try:
-            matcher.compute_bitmask()  # a grammar without any text shows here
-        except ValueError as e:
-            raise _invalid_format(wanted, str(e)) from e
-    if matcher.is_error():
-        raise _invalid_format(wanted, matcher.get_error())
+def _compile(wanted: OutputFormat, vocabulary: Vocabulary) -> Matcher:
+    matcher = Matcher.compile(vocabulary, _grammar_text(wanted), _LIMITS)
+    if not matcher.error:
+        matcher.compute_mask()  # a grammar without any text shows here
+    if error := matcher.error:
+        raise _invalid_format(wanted, error)
     return matcher
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from services.engine.grammar.compiler import Grammar
+from services.engine.grammar.library import Matcher
 from shared.errors import EngineFailed
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 
 class TokenMatcher:
@@ -24,7 +21,7 @@ class TokenMatcher:
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
-        self._matcher: LLMatcher | None = None
+        self._matcher: Matcher | None = None
         self.consumed = 0
         """Generated tokens that it has followed."""
 
@@ -42,14 +39,11 @@ class TokenMatcher:
         self.consumed += len(tokens)
         for token in tokens:
             # With `ignore_eos`, end tokens follow a complete response.
-            if not self._matcher.is_stopped() and not self._matcher.consume_token(token):
-                raise _grammar_error(self._matcher.get_error())
-        try:
-            bits = self._matcher.compute_bitmask()
-        except ValueError as e:
-            raise _grammar_error(str(e)) from e
-        if self._matcher.is_error():  # also stopped
-            raise _grammar_error(self._matcher.get_error())
+            if not self._matcher.is_stopped and not self._matcher.consume_token(token):
+                raise _grammar_error(self._matcher.error)
+        bits = self._matcher.compute_mask()
+        if bits is None or self._matcher.error:  # also stopped
+            raise _grammar_error(self._matcher.error)
         return torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_))
 
 

@@ -380,7 +380,7 @@ def _build_ready_model(
         causal,
         start.card.info.revision,
         can_embed,
-        start.card.spec.tool_parser,
+        start.card.spec.tool_call_parser,
     )
     room = lora_budget(start.kv_bytes if causal else 0, block_bytes, reserved, min(capacity.context, capacity.kv_tokens))
     return ReadyModel(runner, embedder, reader, limits, block_bytes, bound.model, device, room)

@@ -13,14 +13,8 @@ from pydantic import ValidationError
 from services.engine.domain.generation import Generation
 from services.engine.domain.output_format import FIELDS, read_output_format, schema_format
 from services.engine.domain.sampling_params import SamplingParams, StopConditions
-from services.engine.domain.tool_request import (
-    ToolRequest,
-    detect_tool_format,
-    read_tools,
-    shorten_call_ids,
-    tags_of,
-    write_tool_grammar,
-)
+from services.engine.domain.tool_grammar import tags_of, write_tool_grammar
+from services.engine.domain.tool_request import ToolRequest, read_tools, shorten_call_ids
 from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest, ResumeState
 from services.engine.grammar.compiler import Grammar, GrammarCompiler
 from services.engine.tokenization import Tokenization
@@ -38,6 +32,7 @@ from shared.contracts.openai import (
     prompts_of,
 )
 from shared.errors import Conflict, ContextLengthExceeded, InvalidRequest, NotFound, UnsupportedParameter
+from shared.tool_calls.families import FAMILIES, tool_format_of
 
 Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest, EmbeddingRequest)
 Generating = ChatCompletionRequest | CompletionRequest
@@ -73,9 +68,9 @@ class RequestReader:
         generates: bool,
         revision: str,
         can_embed: bool = True,
-        tool_format: ToolFormat | None = None,
+        tool_parser: str | None = None,
     ) -> None:
-        """Create a reader. `tool_format` overrides the one that is detected."""
+        """Create a reader. `tool_parser` overrides the form of tool calls that is detected."""
         self._tokens = tokenization
         self._capacity = capacity
         self._eos = eos
@@ -83,7 +78,7 @@ class RequestReader:
         self._generates = generates
         self._revision = revision
         self._can_embed = can_embed
-        self._tool_format = tool_format
+        self._tool_parser = tool_parser
         self._grammars = GrammarCompiler(tokenization, capacity.vocab_size, eos)
 
     def prepare_grammars(self) -> None:
@@ -163,8 +158,10 @@ class RequestReader:
         if tools is not None and tools.mode == "none":
             tools = None
         form = self._form_of_calls() if tools is not None else None
-        messages = [_message(i, m) for i, m in enumerate(body.messages)]
-        if self._tool_form == "mistral":
+        template = self._tool_form
+        is_text = template is not None and FAMILIES[template].has_text_arguments
+        messages = [_message(i, m, keep_arguments=is_text) for i, m in enumerate(body.messages)]
+        if template in ("mistral", "mistral_v11"):
             messages = [shorten_call_ids(message) for message in messages]
         prompt = self._tokens.chat(
             messages,
@@ -180,7 +177,7 @@ class RequestReader:
 
     @property
     def _tool_form(self) -> ToolFormat | None:
-        return self._tool_format or detect_tool_format(self._tokens.tool_template or "")
+        return tool_format_of(self._tool_parser, self._tokens.tool_template or "")
 
     def _form_of_calls(self) -> ToolFormat:
         """Return the form in which the model writes calls. Raises `UnsupportedParameter`."""
@@ -341,15 +338,15 @@ def _list_ignored(body: Generating | EmbeddingRequest) -> tuple[str, ...]:
     return tuple(sorted((body.model_extra or {}).keys() - INERT - NOT_HONOURED.keys()))
 
 
-def _message(number: int, message: ChatMessage) -> dict[str, Any]:
+def _message(number: int, message: ChatMessage, *, keep_arguments: bool = False) -> dict[str, Any]:
     """Convert a message for chat templates.
 
-    Content becomes text, arguments of tool calls become objects.
+    Content becomes text; arguments of tool calls become objects, unless `keep_arguments` is set.
     """
     plain = message.model_dump(exclude_unset=True)
     if isinstance(message.content, list):
         plain["content"] = "\n".join(_text_part(number, part) for part in message.content)
-    if plain.get("tool_calls"):
+    if plain.get("tool_calls") and not keep_arguments:
         plain["tool_calls"] = [_tool_call(number, call) for call in plain["tool_calls"]]
     return plain
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from services.engine.generation.request import GenerationRequest
-from services.gateway.domain.tool_calls import Arguments, ToolCallParser
+from services.gateway.domain.tool_calls.parser import ToolCallParser
+from services.gateway.domain.tool_calls.pieces import Arguments
 from shared.contracts.inference import InferFailed, InferRequest
 from tests.integration.engine.test_families import LoadedModel, save
 from tests.integration.engine.test_resume import RecordedBatcher, cut, flat, request
@@ -168,7 +169,7 @@ def test_tool_calls_continued_at_any_token_equal_the_undisturbed_ones(
 
 def parsed(texts: Iterable[str]) -> list[str]:
     """Return the arguments of the calls that the gateway finds."""
-    parser = ToolCallParser("hermes", frozenset({"f"}))
+    parser = ToolCallParser("hermes", {"f": SCHEMA})
     pieces = [piece for text in texts for piece in parser.feed(text)] + parser.finish()
     arguments = [""] * parser.calls
     for piece in pieces:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from services.engine.domain.sampling_params import SamplingParams
 from services.engine.generation.philox import Draw
 from services.engine.generation.sampling import History, sample
 from services.engine.grammar.compiler import Grammar, GrammarCompiler
+from services.engine.grammar.library import Vocabulary
 from services.engine.grammar.matcher import TokenMatcher
 from services.engine.tokenization import Tokenization
 from shared.errors import EngineFailed, InvalidRequest
@@ -61,10 +65,10 @@ def test_keys_share_no_compiled_grammars_and_all_of_them_are_bounded(tokens: Tok
     assert compiler.compile(wanted, "alice") is not first
 
 
-def generate(grammar: Grammar, seed: int, limit: int = 400) -> list[int]:
-    """Choose among the allowed tokens at random, until one ends the response."""
+def generate(grammar: Grammar, seed: int, limit: int = 400, begin: Sequence[int] = ()) -> list[int]:
+    """Choose among the allowed tokens at random behind `begin`, until one ends the response."""
     matcher, random = TokenMatcher(grammar), np.random.default_rng(seed)
-    made: list[int] = []
+    made: list[int] = list(begin)
     while len(made) < limit:
         allowed = matcher.allowed_after(made[matcher.consumed :]).nonzero().flatten().numpy()
         made.append(int(random.choice(allowed)))
@@ -212,3 +216,30 @@ def test_no_parameter_allows_a_masked_token(temperature: float) -> None:
     sampled = sample(logits, params, History(frozenset({0}), Counter({1: 1})), Draw(1, 0, 0), allowed)
     assert sampled.token == 1
     assert sampled.top[0][0] == 0  # log-probabilities are the model's own
+
+
+def test_other_threads_run_while_a_vocabulary_is_built() -> None:
+    random = np.random.default_rng(1)
+    words = [bytes(random.integers(97, 123, size=random.integers(1, 10)).astype(np.uint8)) for _ in range(40_000)]
+    ticks: list[float] = []
+    is_done = threading.Event()
+
+    def tick() -> None:
+        while not is_done.is_set():
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begun = time.perf_counter()
+    Vocabulary(words, (), (0,), lambda text: ())
+    took = time.perf_counter() - begun
+    is_done.set()
+    thread.join()
+    during = [begun, *(at for at in ticks if begun < at < begun + took), begun + took]
+    # With the interpreter locked, nearly all of the time is one gap.
+    assert max(b - a for a, b in pairwise(during)) < 0.6 * took
+
+
+def test_text_that_a_grammar_forces_may_have_any_bytes(compiler: GrammarCompiler, tokens: Tokenization) -> None:
+    grammar = compiled(compiler, guided_choice=["\u0000 é漢🎉 \ud7ff"])
+    assert tokens.decode(generate(grammar, 1)[:-1]) == "\u0000 é漢🎉 \ud7ff"

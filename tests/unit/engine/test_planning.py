@@ -43,6 +43,37 @@ def test_number_of_sequences_is_limited() -> None:
     assert plan_step([], waiting, LIMITS).admitted == (0, 1, 2, 3)
 
 
+def test_prompts_of_lower_priority_leave_their_tokens_to_a_waiting_request() -> None:
+    batch = [SequenceView(1, 500, 10, priority=-100), SequenceView(2, 50, 49, priority=-100)]
+    plan = plan_step(batch, [SequenceView(3, 40), SequenceView(4, 100, priority=-100)], LIMITS)
+    assert (plan.admitted, plan.work) == ((3,), (Work(2, 1), Work(3, 40), Work(1, 8)))
+    own = [replace(view, priority=0) for view in batch]
+    assert plan_step(own, [SequenceView(3, 40)], LIMITS).work == (Work(2, 1), Work(1, 64))
+
+
+def test_prompts_of_negative_priority_have_a_small_part_of_a_chunk_beside_others() -> None:
+    decoding = SequenceView(1, 50, 49)
+    assert plan_step([decoding], [SequenceView(2, 500, priority=-100)], LIMITS).work == (Work(1, 1), Work(2, 8))
+    assert plan_step([replace(decoding, priority=10)], [SequenceView(2, 500)], LIMITS).work == (Work(1, 1), Work(2, 64))
+    alone = replace(decoding, priority=-100)
+    assert plan_step([alone], [SequenceView(2, 500, priority=-100)], LIMITS).work == (Work(1, 1), Work(2, 64))
+
+
+def test_prompts_are_computed_by_priority() -> None:
+    running = [SequenceView(1, 900, 10, priority=-100), SequenceView(2, 60, 30), SequenceView(3, 50, 49)]
+    assert plan_step(running, [], LIMITS).work == (Work(3, 1), Work(2, 30), Work(1, 8))
+
+
+def test_the_lowest_priority_loses_its_memory_first() -> None:
+    running = [
+        SequenceView(1, 5 * BLOCK_TOKENS, 5 * BLOCK_TOKENS - 1, priority=-100),
+        SequenceView(2, 5 * BLOCK_TOKENS + 1, 5 * BLOCK_TOKENS),
+    ]
+    plan = plan_step(running, [], LIMITS)
+    assert (plan.preempted, plan.work) == ((1,), (Work(2, 1),))
+    assert plan_step(running, [], LIMITS, protected=1).preempted == ()
+
+
 @given(st.integers(1, 10 * BLOCK_TOKENS))
 def test_sequence_that_fits_alone_is_admitted_alone(length: int) -> None:
     assert plan_step([], [SequenceView(1, length)], LIMITS).admitted == (1,)

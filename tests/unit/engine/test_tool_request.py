@@ -9,24 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from services.engine.domain.output_format import OutputFormat
-from services.engine.domain.tool_request import (
-    MAX_CALLS,
-    detect_tool_format,
-    may_be_enforced,
-    read_tools,
-    shorten_call_ids,
-    write_tool_grammar,
-)
+from services.engine.domain.tool_grammar import MAX_CALLS, write_tool_grammar
+from services.engine.domain.tool_request import may_be_enforced, read_tools, shorten_call_ids
 from services.engine.generation.request import GenerationRequest
-from services.engine.grammar.compiler import GrammarCompiler
+from services.engine.grammar.compiler import Grammar, GrammarCompiler
 from services.engine.server.request_reader import Capacity, RequestReader
 from services.engine.tokenization import Tokenization
-from services.gateway.domain.tool_calls import ToolCallParser
+from services.gateway.domain.tool_calls.parser import ToolCallParser
+from services.gateway.domain.tool_calls.pieces import Arguments, Text
 from shared.contracts.engines import ToolFormat
 from shared.contracts.inference import InferRequest
+from shared.contracts.models import ModelSpec
 from shared.errors import EngineFailed, InvalidRequest, UnsupportedParameter
+from shared.tool_calls.families import FAMILIES, detect_tool_format, tool_format_of
+from tests.support.tool_texts import write_calls
 from tests.unit.engine.test_grammar import EOS, generate
 
 SCHEMA: dict[str, Any] = {
@@ -35,7 +34,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["place"],
     "additionalProperties": False,
 }
-FORMS: list[ToolFormat] = ["hermes", "llama3", "mistral"]
+FORMS: list[ToolFormat] = list(FAMILIES)
 
 
 def function(name: str, schema: Any = SCHEMA, **more: Any) -> dict[str, Any]:
@@ -66,13 +65,15 @@ def test_random_tokens_of_a_demanded_call_are_calls(
     assert asked is not None
     grammar = compiler.compile(write_tool_grammar(asked, form, {}))
     for seed in range(3):
-        made = generate(grammar, seed, limit=4000)
+        # Random reasoning would not end.
+        begin = tokens.encode("<|channel|>commentary", special_tokens=False) if form == "openai" else ()
+        made = generate(grammar, seed, limit=4000, begin=begin)
         assert made[-1] in EOS
         text = tokens.decode(made)
-        parser = ToolCallParser(form, frozenset({"weather", "news"}))
+        parser = ToolCallParser(form, {"weather": SCHEMA, "news": SCHEMA})
         pieces = parser.feed(text) + parser.finish()
         assert 1 <= parser.calls <= (MAX_CALLS if choice == "required" and parallel else 1)
-        assert not [piece for piece in pieces if not hasattr(piece, "call")], text
+        assert not [piece for piece in pieces if isinstance(piece, Text)], text
         names = [piece.name for piece in pieces if hasattr(piece, "name")]
         assert set(names) <= ({"news"} if choice == NAMED else {"weather", "news"})
         arguments = [piece.text for piece in pieces if hasattr(piece, "call") and hasattr(piece, "text")]
@@ -96,13 +97,123 @@ def test_strict_tools_leave_text_free_and_hold_calls(compiler: GrammarCompiler, 
     asked = read_tools([function("weather", strict=True)], "auto", True)
     assert asked is not None
     assert asked.is_enforced
-    matcher = compiler.compile(write_tool_grammar(asked, form, {})).new_matcher()
-    assert all(matcher.consume_token(token) for token in tokens.encode("Free text, and 1 < 2 [x]", special_tokens=False))
-    assert matcher.is_accepting()
-    opening = {"hermes": '<tool_call>\n{"name": "', "mistral": '[TOOL_CALLS][{"name": "', "llama3": '{"name": "'}[form]
-    matcher = compiler.compile(write_tool_grammar(asked, form, {})).new_matcher()
-    assert all(matcher.consume_token(token) for token in tokens.encode(opening, special_tokens=False))
-    assert not matcher.consume_token(tokens.encode("other", special_tokens=False)[0])
+    grammar = compiler.compile(write_tool_grammar(asked, form, {}))
+    text = "Free text, and 1 < 2 [x]"
+    assert accepts(grammar, tokens, f"<|channel|>final<|message|>{text}" if form == "openai" else text)
+    call = write(form, ("weather", {"place": "Bern"}))
+    assert accepts(grammar, tokens, call)
+    if not FAMILIES[form].is_anchored and form != "openai":
+        assert accepts(grammar, tokens, f"Let me see.\n{call}")
+    assert not accepts(grammar, tokens, call.replace("weather", "other"))
+    assert not accepts(grammar, tokens, call.replace("Bern", "Oslo"))
+
+
+def write(form: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Write calls as a grammar has them, without markers that may be omitted."""
+    return write_calls(form, calls).removesuffix("<|call|>").replace("<|python_start|>", "").replace("<|python_end|>", "")
+
+
+def accepts(grammar: Grammar, tokens: Tokenization, text: str) -> bool:
+    """True if the response may be `text`."""
+    matcher = grammar.new_matcher()
+    return all(matcher.consume_token(token) for token in tokens.encode(text, special_tokens=False)) and matcher.is_accepting
+
+
+TYPED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "short": {"type": "string", "maxLength": 4},
+        "at": {"enum": ["Bern", "Rome"]},
+        "count": {"type": "integer", "minimum": 1, "maximum": 9},
+        "flag": {"type": "boolean"},
+        "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "many": {"type": "array", "items": {"type": "integer"}},
+        "inner": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False},
+    },
+    "required": ["text", "count"],
+    "additionalProperties": False,
+}
+ACCEPTED: list[dict[str, Any]] = [
+    {"text": "a", "count": 3},
+    {"text": "é {x} </a>", "short": "abcd", "at": "Rome", "count": 9, "flag": True, "either": None, "many": [1, 2]},
+    {"text": "", "count": 1, "flag": False, "many": []},
+]
+REFUSED: list[dict[str, Any]] = [
+    {"text": "a"},
+    {"text": "a", "count": 10},
+    {"text": "a", "count": "many"},
+    {"text": "a", "short": "abcde", "count": 1},
+    {"text": "a", "at": "Oslo", "count": 1},
+    {"text": "a", "count": 1, "other": 1},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_grammar_of_a_family_accepts_its_own_text_and_no_other(
+    compiler: GrammarCompiler, tokens: Tokenization, form: ToolFormat
+) -> None:
+    asked = read_tools([function("f", TYPED), function("g", {"type": "object", "properties": {}})], "required", True)
+    assert asked is not None
+    grammar = compiler.compile(write_tool_grammar(asked, form, {}))
+    for arguments in ACCEPTED:
+        assert accepts(grammar, tokens, write(form, ("f", arguments))), arguments
+        if form != "openai":
+            assert accepts(grammar, tokens, write(form, ("f", arguments), ("g", {}), ("f", arguments))), arguments
+    for arguments in REFUSED:
+        assert not accepts(grammar, tokens, write(form, ("f", arguments))), arguments
+    assert not accepts(grammar, tokens, write(form, ("h", {})))
+    assert not accepts(grammar, tokens, "No call.")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_random_arguments_of_all_types_are_parsed_as_valid(
+    compiler: GrammarCompiler, tokens: Tokenization, form: ToolFormat
+) -> None:
+    asked = read_tools([function("f", TYPED)], "required", False)
+    assert asked is not None
+    grammar = compiler.compile(write_tool_grammar(asked, form, {}))
+    for seed in range(4):
+        made = generate(grammar, seed, limit=1500)
+        text = tokens.decode(made)
+        parser = ToolCallParser(form, {"f": TYPED})
+        pieces = parser.feed(text) + parser.finish()
+        if made[-1] not in EOS:
+            continue  # random text rarely ends
+        (arguments,) = [piece.text for piece in pieces if isinstance(piece, Arguments)]
+        found = json.loads(arguments)
+        assert {"text", "count"} <= found.keys() <= TYPED["properties"].keys(), text
+        assert isinstance(found["text"], str)
+        assert 1 <= found["count"] <= 9
+        assert len(found.get("short", "")) <= 4
+        assert found.get("at", "Bern") in ("Bern", "Rome")
+        assert isinstance(found.get("flag", True), bool)
+        assert isinstance(found.get("either"), str | None)
+        assert all(isinstance(each, int) for each in found.get("many", ()))
+        assert isinstance(found.get("inner", {"a": ""})["a"], str)
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "pythonic", "functiongemma"])
+@pytest.mark.parametrize(
+    "schema", [{"anyOf": [{"type": "object"}]}, {"type": "object", "properties": {"a b": {}}, "required": ["a b"]}]
+)
+def test_schemas_that_a_notation_cannot_enforce_are_refused(form: ToolFormat, schema: Any) -> None:
+    asked = read_tools([function("f", schema)], "required", False)
+    assert asked is not None
+    with pytest.raises(InvalidRequest, match="cannot be enforced") as refused:
+        write_tool_grammar(asked, form, {})
+    assert refused.value.param == "tools"
+
+
+def test_markers_that_are_special_tokens_are_written_as_tokens(compiler: GrammarCompiler, tokens: Tokenization) -> None:
+    asked = read_tools([function("weather")], "required", True)
+    assert asked is not None
+    special = {"<｜tool▁calls▁begin｜>": 1, "<｜tool▁sep｜>": 2}
+    text = write_tool_grammar(asked, "deepseek_v31", special).text
+    assert "<[1]>" in text
+    assert "<[2]>" in text
+    assert not any(mark in text for mark in special)
+    assert generate(compiler.compile(write_tool_grammar(asked, "deepseek_v31", {"<｜tool▁calls▁begin｜>": 1})), 1)[0] == 1
 
 
 def test_format_of_the_content_is_an_alternative_to_calls(compiler: GrammarCompiler, tokens: Tokenization) -> None:
@@ -113,7 +224,7 @@ def test_format_of_the_content_is_an_alternative_to_calls(compiler: GrammarCompi
     for text in ('{"place": "Rome"}', '<tool_call>\n{"name": "news", "arguments": {"place": "Rome"}}\n</tool_call>'):
         matcher = grammar.new_matcher()
         assert all(matcher.consume_token(token) for token in tokens.encode(text, special_tokens=False))
-        assert matcher.is_accepting()
+        assert matcher.is_accepting
     for form, other in (("llama3", content), ("hermes", OutputFormat("regex", "a", "guided_regex"))):
         with pytest.raises(InvalidRequest, match="cannot be combined") as refused:
             write_tool_grammar(asked, form, {}, other)  # type: ignore[arg-type]
@@ -166,13 +277,47 @@ def test_only_demands_and_strict_tools_need_a_grammar() -> None:
     assert may_be_enforced(TOOLS, NAMED)
 
 
-def test_forms_are_detected_in_templates() -> None:
-    assert detect_tool_format('…<tool_call>{"name"…') == "hermes"
-    assert detect_tool_format("<tool_call><function=…") is None
-    assert detect_tool_format('"[TOOL_CALLS]" + …') == "mistral"
-    assert detect_tool_format("[TOOL_CALLS]…[ARGS]") is None
-    assert detect_tool_format('{"name": function name, "parameters": …} ipython') == "llama3"
-    assert detect_tool_format("{{ tools }}") is None
+TEMPLATES: list[tuple[str, ToolFormat | None]] = [
+    ('…<tool_call>{"name"…', "hermes"),
+    ("<tool_call><function=…", "qwen3_coder"),
+    ("<tool_call><arg_key>…", "glm45"),
+    ('"[TOOL_CALLS]" + …', "mistral"),
+    ("[TOOL_CALLS]…[ARGS]", "mistral_v11"),
+    ('{"name": function name, "parameters": …} ipython', "llama3"),
+    ("[func_name1(params_name1=…)] ipython", "pythonic"),
+    ("<|python_start|>[func_name1(params_name1=…)]", "llama4_pythonic"),
+    ("<｜tool▁calls▁begin｜>…```json", "deepseek_v3"),
+    ("<｜tool▁calls▁begin｜>…", "deepseek_v31"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<|start|>assistant<|channel|>final<|message|>", "openai"),
+    ("respond with <|tool_call|> followed by", "granite"),
+    ("functools[{…}] <|tool_call|>", "phi4_mini_json"),
+    ("<|tool_call>call:", "gemma4"),
+    ("<start_function_call>call:", "functiongemma"),
+    ("```tool_code", "gemma3"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<seed:tool_call><function=", "seed_oss"),
+    ("{{ tools }}", None),
+]
+
+
+@pytest.mark.parametrize(("template", "form"), TEMPLATES)
+def test_forms_are_detected_in_templates(template: str, form: ToolFormat | None) -> None:
+    assert detect_tool_format(template) == form
+
+
+def test_names_of_vllm_override_the_template() -> None:
+    assert tool_format_of("llama3_json", "<tool_call>") == "llama3"
+    assert tool_format_of("qwen3_xml", "") == "qwen3_coder"
+    assert tool_format_of("mistral", "[TOOL_CALLS]") == "mistral"
+    assert tool_format_of("mistral", "[TOOL_CALLS]…[ARGS]") == "mistral_v11"
+    assert tool_format_of(None, "<tool_call>") == "hermes"
+    spec = ModelSpec(name="m", source="/m", engine_args={"tool_call_parser": "deepseek_v31"})
+    assert spec.tool_call_parser == "deepseek_v31"
+    assert spec.model_copy(update={"tool_parser": "hermes"}).tool_call_parser == "hermes"
+    with pytest.raises(ValidationError, match="tool_call_parser 'other' is not known"):
+        ModelSpec(name="m", source="/m", engine_args={"tool_call_parser": "other"})
+    assert ModelSpec(name="m", source="/m", engine="vllm", engine_args={"tool_call_parser": "other"}).engine_args
 
 
 def test_ids_of_calls_are_short_for_mistral() -> None:
@@ -185,7 +330,7 @@ def test_ids_of_calls_are_short_for_mistral() -> None:
 
 def read(tokens: Tokenization, form: ToolFormat | None = None, **body: Any) -> GenerationRequest:
     reader = RequestReader(
-        tokens, Capacity(2048, 4096, tokens.size), frozenset(EOS), {}, generates=True, revision="rev", tool_format=form
+        tokens, Capacity(2048, 4096, tokens.size), frozenset(EOS), {}, generates=True, revision="rev", tool_parser=form
     )
     asked = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], **body}
     found = reader.read(InferRequest(request_id="r", instance_id="i", model="m", endpoint="chat", body=asked))

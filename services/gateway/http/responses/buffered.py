@@ -9,7 +9,6 @@ from typing import Any
 
 from services.gateway.http.responses.openai_objects import Delta, Head, chat_logprobs, completion_logprobs, usage
 from services.gateway.http.responses.tool_deltas import ToolDeltas, ToolOptions
-from shared.contracts.engines import ToolFormat
 from shared.contracts.inference import Answered, EmbeddingsFinished, InferStarted
 
 
@@ -42,7 +41,7 @@ class BufferedCompletion(_Buffered):
     def __init__(self, head: Head, choices: int, token_ids: bool, tools: ToolOptions | None = None) -> None:
         self._head = head
         self._tools = tools
-        self._tool_format: ToolFormat | None = None
+        self._tool_format: str | None = None
         self._count = choices
         self._token_ids = token_ids
         self._prompt_ids: tuple[int, ...] | None = None
@@ -74,9 +73,10 @@ class BufferedCompletion(_Buffered):
     def _chat(self, index: int, choice: _Choice) -> dict[str, Any]:
         content: dict[str, Any] = {"content": "".join(choice.text)}
         reason = choice.finish_reason or "stop"
-        if self._tools is not None and self._tool_format is not None:
-            tools = ToolDeltas(self._tools, self._head.id)
+        tools = ToolDeltas(self._tools, self._head.id) if self._tools is not None else None
+        if tools is not None:
             tools.on_started(self._tool_format)
+        if tools is not None and tools.is_active:
             content, reason = tools.message(index, content["content"], reason)
         shape: dict[str, Any] = {
             "index": index,

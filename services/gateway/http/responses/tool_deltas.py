@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.domain.tool_calls import Arguments, CallStarted, Piece, Text, ToolCallParser, call_id
+from services.gateway.domain.tool_calls.parser import ToolCallParser
+from services.gateway.domain.tool_calls.pieces import Arguments, CallStarted, Piece, Reasoning, Text, call_id
+from services.gateway.domain.tool_calls.readers import Tools
 from shared.contracts.engines import ToolFormat
 from shared.contracts.openai import ChatCompletionRequest
+from shared.tool_calls.families import ALIASES
 
 
 @dataclass(frozen=True)
@@ -15,11 +18,11 @@ class ToolOptions:
     """What a request says of its tools.
 
     Attributes:
-        names: The tools' names.
+        tools: The schemas of the tools' arguments, by name.
         parallel: False: at most one call in a response.
     """
 
-    names: frozenset[str]
+    tools: Tools
     parallel: bool = True
 
 
@@ -28,8 +31,13 @@ def tool_options_of(request: ChatCompletionRequest) -> ToolOptions | None:
     if not request.tools or request.tool_choice == "none":
         return None
     functions = [tool.get("function") for tool in request.tools]
-    names = frozenset(str(function.get("name")) for function in functions if isinstance(function, dict))
-    return ToolOptions(names, (request.model_extra or {}).get("parallel_tool_calls") is not False)
+    tools = {str(each.get("name")): _schema_of(each) for each in functions if isinstance(each, dict)}
+    return ToolOptions(tools, (request.model_extra or {}).get("parallel_tool_calls") is not False)
+
+
+def _schema_of(function: dict[str, Any]) -> dict[str, Any]:
+    schema = function.get("parameters")
+    return schema if isinstance(schema, dict) else {}
 
 
 class ToolDeltas:
@@ -49,9 +57,12 @@ class ToolDeltas:
     def is_active(self) -> bool:
         return self.form is not None
 
-    def on_started(self, form: ToolFormat | None) -> None:
-        """Read what an engine named. An engine that continues a response names the same form."""
-        self.form = form or self.form
+    def on_started(self, form: str | None) -> None:
+        """Read what an engine named. An engine that continues a response names the same form.
+
+        A form that only a newer engine knows is text.
+        """
+        self.form = ALIASES.get(form or "") or self.form
 
     def add(self, index: int, text: str, reason: str | None) -> tuple[list[dict[str, Any]], str | None]:
         """Return the deltas of new text of a choice, and the finish reason that clients get."""
@@ -67,29 +78,35 @@ class ToolDeltas:
         """Return the content and the calls of a whole choice, and its finish reason."""
         parser = self._parser(index)
         content: list[str] = []
+        reasoning: list[str] = []
         calls: list[dict[str, Any]] = []
         for piece in parser.feed(text) + parser.finish():
             match piece:
                 case Text(text=added):
                     content.append(added)
+                case Reasoning(text=added):
+                    reasoning.append(added)
                 case CallStarted(call=call, name=name):
                     calls.append(_call(call_id(self._response_id, index, call), name))
                 case Arguments(text=added):
                     calls[-1]["function"]["arguments"] += added
+        thought = {"reasoning_content": "".join(reasoning)} if reasoning else {}
         if not calls:
-            return {"content": "".join(content)}, reason
-        return {"content": "".join(content) or None, "tool_calls": calls}, "tool_calls" if reason == "stop" else reason
+            return {"content": "".join(content), **thought}, reason
+        return {"content": "".join(content) or None, **thought, "tool_calls": calls}, "tool_calls" if reason == "stop" else reason
 
     def _parser(self, index: int) -> ToolCallParser:
         if index not in self._parsers:
             assert self.form is not None
-            self._parsers[index] = ToolCallParser(self.form, self._options.names, parallel=self._options.parallel)
+            self._parsers[index] = ToolCallParser(self.form, self._options.tools, parallel=self._options.parallel)
         return self._parsers[index]
 
     def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
         match piece:
             case Text(text=text):
                 return {"content": text}
+            case Reasoning(text=text):
+                return {"reasoning_content": text}
             case CallStarted(call=call, name=name):
                 return {"tool_calls": [{"index": call} | _call(call_id(self._response_id, index, call), name)]}
             case Arguments(call=call, text=text):

@@ -7,13 +7,13 @@ object around them is read, and the end of the arguments is found by counting br
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 _WHITE = " \t\r\n"
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 
 
-class CallReader:
+class ObjectReader:
     """Reads one object character by character, from its `{` to its `}`.
 
     Attributes:
@@ -21,10 +21,9 @@ class CallReader:
         has_started: It is a call: name and beginning of the arguments are known.
         is_done: The object is complete.
         is_invalid: The object is no call, or it is malformed.
-        raw: The characters so far, until it has started.
     """
 
-    def __init__(self, names: frozenset[str], *, needs_arguments: bool) -> None:
+    def __init__(self, names: Container[str], *, needs_arguments: bool) -> None:
         """Create a reader.
 
         Args:
@@ -45,12 +44,9 @@ class CallReader:
         self.has_started = False
         self.is_done = False
         self.is_invalid = False
-        self.raw: list[str] = []
 
     def feed(self, char: str) -> str:
         """Read one character. Returns the arguments that are new, empty until it has started."""
-        if not self.has_started:
-            self.raw.append(char)
         self._state(char)
         if self.is_invalid or self.name is None or not (self._has_arguments or self.is_done):
             return ""

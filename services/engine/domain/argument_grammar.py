@@ -1,0 +1,278 @@
+"""Write the grammar of a tool's arguments in the notation of the model's family."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import InvalidRequest
+from shared.tool_calls.family import BareArguments, JsonArguments, PythonArguments, TaggedArguments
+
+_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,12}"
+"""White space between tokens of arguments. Bounded, as in other JSON (docs/adr/0073)."""
+_MAX_DEPTH = 16
+_COMPOSED = (
+    "$ref", "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "dependentRequired", "dependentSchemas", "minProperties",
+    "maxProperties", "propertyNames",
+)  # fmt: skip
+"""Keywords of an object's schema that no list of its properties can enforce."""
+
+
+def json_rule(schema: Mapping[str, Any], *, is_compact: bool = False) -> str:
+    """Write JSON of a schema."""
+    options: dict[str, Any] = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": _WHITE_SPACE}
+    return "%json " + json.dumps({"x-guidance": options} | dict(schema))
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """Writes texts whose markers may be special tokens. `special`: their ids."""
+
+    special: Mapping[str, int]
+
+    def write(self, text: str) -> str:
+        """Write a fixed text."""
+        if not text:
+            return '""'
+        marks = sorted(self.special, key=len, reverse=True)
+        parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
+        return " ".join(f"<[{self.special[p]}]>" if p in self.special else json.dumps(p, ensure_ascii=False) for p in parts if p)
+
+    def write_until(self, name: str, end: str, without: Sequence[str], chars: str = "*") -> tuple[str, list[str]]:
+        """Write any text up to the first `end`, which it includes.
+
+        Args:
+            name: Of the terminal, in capitals.
+            end: A marker.
+            without: Further texts that it does not have.
+            chars: The number of its characters, as in a regular expression.
+
+        Returns:
+            An expression, and the rules that it needs.
+        """
+        first = next((mark for mark in self.special if end.startswith(mark)), None)
+        unwanted = [*without, *([] if first else [end.strip()])]
+        lacks = "|".join(_regex(text) for text in unwanted)
+        text = rf"/(.|\n){chars}/" + (rf" & ~/(.|\n)*({lacks})(.|\n)*/" if lacks else "")
+        if first is not None:
+            return f"{name} {self.write(end)}", [f"{name}: {text}"]
+        rule = name.lower() + "_end"
+        return rule, [f"{name}: {text}", f"{rule}[lazy]: {name} {json.dumps(end, ensure_ascii=False)}"]
+
+
+Notation = JsonArguments | TaggedArguments | PythonArguments | BareArguments
+
+
+def write_arguments(rule: str, notation: Notation, schema: Mapping[str, Any], text: MarkedText, tool: str) -> list[str]:
+    """Write the rules of a tool's arguments.
+
+    Raises:
+        InvalidRequest: No rules in this notation enforce the schema.
+    """
+    match notation:
+        case JsonArguments():
+            return [f"{rule}: {json_rule(schema)}"]
+        case TaggedArguments() as tags:
+            return _Tagged(tags, text, schema, tool).rules(rule)
+        case PythonArguments():
+            return _python_rules(rule, schema, tool)
+        case BareArguments(quote=quote):
+            return _Bare(quote, text, tool).rules(rule, schema, _MAX_DEPTH)
+
+
+def _properties(schema: Mapping[str, Any], tool: str) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """Return the properties of an object: name, schema, and whether it is required."""
+    found = schema.get("properties") or {}
+    required = schema.get("required") or []
+    if (keyword := next((key for key in _COMPOSED if key in schema), None)) is not None:
+        raise _refuse(tool, keyword)
+    if not isinstance(found, Mapping) or not isinstance(required, list) or any(name not in found for name in required):
+        raise _refuse(tool, "required")
+    properties = []
+    for name, each in found.items():
+        if not isinstance(each, Mapping | bool) or re.search(r'[<>"=(){}\[\]:,\s]', name) or not name:
+            raise _refuse(tool, f"properties.{name[:40]}")
+        properties.append((name, each if isinstance(each, Mapping) else {}, name in required))
+    return properties
+
+
+def _refuse(tool: str, keyword: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"The parameters of {tool} have {keyword}, which cannot be enforced in the notation of this model's calls. Use a plain object, "
+        "or tool_choice auto without strict",
+        param="tools",
+    )
+
+
+def _add_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of a schema with the definitions that it may refer to."""
+    return {key: root[key] for key in ("$defs", "definitions") if key in root} | dict(schema)
+
+
+def _chain(rule: str, items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
+    """Write the rules of a sequence in which some items may be missing.
+
+    Args:
+        rule: Name of the first rule.
+        items: Expressions, and whether each is required.
+        separator: The text between two.
+    """
+    rules = []
+    for k, (item, is_required) in enumerate(items):
+        after = f"{rule}_m{k + 1}"
+        for name, begin in ((f"{rule}_f{k}", ""), (f"{rule}_m{k}", json.dumps(separator) + " ")):
+            skip = "" if is_required else " | " + (f"{rule}_f{k + 1}" if not begin else after)
+            rules.append(f"{name}: {begin}{item} {after}{skip}")
+    last = len(items)
+    rules += [f'{rule}_f{last}: ""', f'{rule}_m{last}: ""']
+    return rules
+
+
+def _string_chars(schema: Mapping[str, Any], tool: str) -> str:
+    """Return the number of characters of a string, as in a regular expression."""
+    if (keyword := next((key for key in ("pattern", "format") if key in schema), None)) is not None:
+        raise _refuse(tool, keyword)
+    low, high = schema.get("minLength"), schema.get("maxLength")
+    if low is None and high is None:
+        return "*"
+    return f"{{{int(low or 0)},{'' if high is None else int(high)}}}"
+
+
+def _texts(schema: Mapping[str, Any]) -> list[str] | None:
+    """Return the strings of an enumeration; None if it is none of strings."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        return values
+    return None
+
+
+def _is_string(schema: Mapping[str, Any]) -> bool:
+    kinds = schema.get("type")
+    if isinstance(choices := schema.get("anyOf") or schema.get("oneOf"), list):
+        return any(isinstance(choice, Mapping) and _is_string(choice) for choice in choices)
+    return kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+
+
+@dataclass(frozen=True)
+class _Tagged:
+    """Arguments between tags, in the order of the schema."""
+
+    style: TaggedArguments
+    text: MarkedText
+    root: Mapping[str, Any]
+    tool: str
+
+    def rules(self, rule: str) -> list[str]:
+        items, rules = [], list[str]()
+        for k, (name, schema, is_required) in enumerate(_properties(self.root, self.tool)):
+            begin = self.text.write(f"{self.style.key_begin}{name}{self.style.key_end}{self.style.value_begin}")
+            item = f"{rule}_i{k}"
+            value, more = self._value(f"{rule}_{k}", schema)
+            rules += [f"{item}: {begin} {value}", *more]
+            items.append((item, is_required))
+        return [f"{rule}: {rule}_f0 {self.text.write(self.style.end)}", *_chain(rule, items, ""), *rules]
+
+    def _value(self, rule: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Return the expression of a value with its end, and the rules that it needs."""
+        style = self.style
+        if (texts := _texts(schema)) is not None:
+            return f"({' | '.join(map(self.text.write, texts))}) {self.text.write(style.value_end)}", []
+        if not _is_string(schema):
+            return f"{rule}_json {self.text.write(style.value_end)}", [
+                f"{rule}_json: {json_rule(_add_definitions(schema, self.root))}"
+            ]
+        end = style.value_end.rstrip()
+        others = (style.key_begin, style.end) if style.is_end_optional else ()
+        chars = _string_chars(schema, self.tool)
+        expression, rules = self.text.write_until(f"{rule}_text".upper(), end, others, chars)
+        return f"{expression} {self.text.write(style.value_end[len(end) :])}", rules
+
+
+def _python_rules(rule: str, schema: Mapping[str, Any], tool: str) -> list[str]:
+    items, rules = [], list[str]()
+    for k, (name, each, is_required) in enumerate(_properties(schema, tool)):
+        if not name.isidentifier():
+            raise _refuse(tool, f"properties.{name[:40]}")
+        rules += _python_value(f"{rule}_{k}", each, schema)
+        items.append((f"{json.dumps(name + '=')} {rule}_{k}", is_required))
+    return [f'{rule}: {rule}_f0 ")"', *_chain(rule, items, ", "), *rules]
+
+
+def _python_value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
+    """Write the rules of a literal of Python, with JSON inside of lists and dictionaries."""
+    if (texts := _texts(schema)) is not None:
+        return [
+            f"{rule}: {' | '.join(json.dumps(each, ensure_ascii=False) for text in texts for each in (json.dumps(text), repr(text)))}"
+        ]
+    if schema.get("type") == "boolean":
+        return [f'{rule}: "True" | "False"']
+    rules = [f"{rule}_json: {json_rule(_add_definitions(schema, root))}"]
+    if schema.get("type") == "string" and not {"pattern", "format"} & schema.keys():
+        quoted = rf"{rule.upper()}_QUOTED: /'([^'\\\n\r]|\\['\\nrt]){_string_chars(schema, '')}'/"
+        return [f"{rule}: {rule}_json | {rule.upper()}_QUOTED", quoted, *rules]
+    return [f"{rule}: {rule}_json" + (' | "None"' if _has_null(schema) else ""), *rules]
+
+
+def _has_null(schema: Mapping[str, Any]) -> bool:
+    kinds = schema.get("type")
+    choices = schema.get("anyOf") or schema.get("oneOf") or ()
+    return (
+        kinds == "null"
+        or (isinstance(kinds, list) and "null" in kinds)
+        or any(_has_null(c) for c in choices if isinstance(c, Mapping))
+    )
+
+
+@dataclass(frozen=True)
+class _Bare:
+    """Objects with bare keys, whose strings have a quote of their own."""
+
+    quote: str
+    text: MarkedText
+    tool: str
+
+    def rules(self, rule: str, schema: Mapping[str, Any], depth: int) -> list[str]:
+        """Write the rules of an object."""
+        items, rules = [], list[str]()
+        for k, (name, each, is_required) in enumerate(_properties(schema, self.tool)):
+            rules += self._value(f"{rule}_{k}", each, depth - 1)
+            items.append((f"{json.dumps(name + ':', ensure_ascii=False)} {rule}_{k}", is_required))
+        return [f'{rule}: "{{" {rule}_f0 "}}"', *_chain(rule, items, ","), *rules]
+
+    def _value(self, rule: str, schema: Mapping[str, Any], depth: int) -> list[str]:
+        quote = self.text.write(self.quote)
+        if depth == 0:
+            raise _refuse(self.tool, "too many nested objects")
+        if (texts := _texts(schema)) is not None:
+            return [f"{rule}: {quote} ({' | '.join(map(self.text.write, texts))}) {quote}"]
+        match schema.get("type"):
+            case "string":
+                expression, rules = self.text.write_until(f"{rule}_text".upper(), self.quote, (), _string_chars(schema, self.tool))
+                return [f"{rule}: {quote} {expression}", *rules]
+            case "integer" | "number" | "boolean" | "null":
+                return [f"{rule}: {json_rule(schema)}"]
+            case "object":
+                return self.rules(rule, schema, depth)
+            case "array" if isinstance(items := schema.get("items"), Mapping):
+                low, high = int(schema.get("minItems") or 0), schema.get("maxItems")
+                more = f"{{{max(0, low - 1)},{'' if high is None else max(0, int(high) - 1)}}}"
+                some = f'{rule}_e ("," {rule}_e){more}' if high != 0 else '""'
+                return [f'{rule}: "[" {f"({some})?" if low == 0 else some} "]"', *self._value(f"{rule}_e", items, depth - 1)]
+            case _ if isinstance(choices := schema.get("anyOf") or schema.get("oneOf"), list) and choices:
+                names = [f"{rule}_o{k}" for k in range(len(choices))]
+                parts = [self._value(name, _object(each, self.tool), depth - 1) for name, each in zip(names, choices, strict=True)]
+                return [f"{rule}: {' | '.join(names)}", *(line for part in parts for line in part)]
+        raise _refuse(self.tool, "a value without a type")
+
+
+def _object(schema: object, tool: str) -> Mapping[str, Any]:
+    if not isinstance(schema, Mapping):
+        raise _refuse(tool, "anyOf")
+    return schema
+
+
+def _regex(text: str) -> str:
+    return re.escape(text).replace("/", r"\/").replace(r"\<", "<").replace(r"\>", ">").replace('\\"', '"').replace(r"\=", "=")

@@ -5,6 +5,7 @@ Sources: the chat templates of the models, and the examples of vLLM's tool parse
 
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 from shared.contracts.engines import ToolFormat
@@ -21,6 +22,8 @@ from shared.tool_calls.family import (
 
 _XML = TaggedArguments("<parameter=", ">\n", "", "\n</parameter>\n", "</function>", has_newlines=True, is_end_optional=True)
 _SECTION = "<｜tool▁calls▁begin｜>"
+_ARGUMENTS_AS_JSON = re.compile(r"arguments(?:'\]|\"\])?\s*\|\s*tojson")
+"""A template that writes the arguments of earlier calls as JSON, so it takes objects."""
 
 _IN_ORDER: tuple[Family, ...] = (
     Family(
@@ -72,6 +75,7 @@ _IN_ORDER: tuple[Family, ...] = (
         call_begin="<|tool_call_begin|>",
         call_end="<|tool_call_end|>",
         end="<|tool_calls_section_end|>",
+        other_begins=("<|tool_call_begin|>",),
     ),
     Family(
         "minimax_m2",
@@ -90,7 +94,11 @@ _IN_ORDER: tuple[Family, ...] = (
     Family(
         "seed_oss",
         "Seed-OSS",
-        NamedCall(_XML, "<function=", ">\n"),
+        NamedCall(
+            TaggedArguments("<parameter=", ">", "", "</parameter>\n", "</function>", is_end_optional=True),
+            "<function=",
+            ">\n",
+        ),
         (("<seed:tool_call>",),),
         tags=("<seed:tool_call>", "</seed:tool_call>"),
         call_begin="<seed:tool_call>\n",
@@ -129,7 +137,7 @@ _IN_ORDER: tuple[Family, ...] = (
         CallObject(),
         (("[TOOL_CALLS]",),),
         tags=("[TOOL_CALLS]",),
-        begin="[TOOL_CALLS]",
+        begin="[TOOL_CALLS] ",
         list_begin="[",
         separator=", ",
         end="]",
@@ -202,7 +210,7 @@ _IN_ORDER: tuple[Family, ...] = (
         "llama4_pythonic",
         "Llama 4 with vLLM's template of Python calls",
         NamedCall(PythonArguments(), "", "("),
-        (("<|python_start|>", "func_name1("),),
+        (("<|python_start|>", "func_name1("), ("<|header_start|>", "func_name1(")),
         tags=("<|python_start|>", "<|python_end|>"),
         begin="<|python_start|>",
         list_begin="[",
@@ -225,8 +233,10 @@ _IN_ORDER: tuple[Family, ...] = (
         "Llama 3.1 to 3.3, and 4 with its own template",
         CallObject("parameters", needs_arguments=True),
         (('"parameters":', "<|python_tag|>"), ('"parameters":', "ipython")),
+        tags=("<|python_tag|>",),
         separator="; ",
         is_anchored=True,
+        other_begins=("<|python_tag|>",),
         aliases=("llama3_json", "llama4_json"),
     ),
 )
@@ -243,6 +253,11 @@ def detect_tool_format(template: str) -> ToolFormat | None:
         if any(all(mark in template for mark in marks) for marks in family.template_marks):
             return ALIASES[family.name]
     return None
+
+
+def takes_text_arguments(form: ToolFormat, template: str) -> bool:
+    """True if the chat template takes the arguments of earlier calls as text, not as objects."""
+    return FAMILIES[form].has_text_arguments and _ARGUMENTS_AS_JSON.search(template) is None
 
 
 def tool_format_of(given: str | None, template: str) -> ToolFormat | None:

@@ -116,8 +116,8 @@ class Family:
         separator: Between calls.
         end: After the last call.
         is_anchored: A response may begin with a call without `begin`.
-        has_text_arguments: The chat template takes the arguments of earlier calls as text, not as
-            objects.
+        has_text_arguments: The models' own chat templates take the arguments of earlier calls as
+            text, not as objects.
         other_begins: Further beginnings of calls that models write; no grammar has them.
         aliases: Names of vLLM's parsers for this family.
     """

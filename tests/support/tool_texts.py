@@ -20,7 +20,7 @@ def write_calls(form: ToolFormat, calls: Sequence[Call]) -> str:
         case "llama3":
             return "; ".join(_object(call, "parameters") for call in calls)
         case "mistral":
-            return f"[TOOL_CALLS][{', '.join(map(_object, calls))}]"
+            return f"[TOOL_CALLS] [{', '.join(map(_object, calls))}]"
         case "granite":
             return f"<|tool_call|>[{', '.join(map(_object, calls))}]"
         case "phi4_mini_json":
@@ -46,7 +46,7 @@ def write_calls(form: ToolFormat, calls: Sequence[Call]) -> str:
         case "qwen3_coder":
             return "\n".join(f"<tool_call>\n{_xml(call)}\n</tool_call>" for call in calls)
         case "seed_oss":
-            return "\n".join(f"<seed:tool_call>\n{_xml(call)}\n</seed:tool_call>" for call in calls)
+            return "\n".join(f"<seed:tool_call>\n{_xml(call, '')}\n</seed:tool_call>" for call in calls)
         case "minimax_m2":
             each = "\n".join(_invoke(call) for call in calls)
             return f"<minimax:tool_call>\n{each}\n</minimax:tool_call>"
@@ -81,10 +81,10 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else _json(value)
 
 
-def _xml(call: Call) -> str:
+def _xml(call: Call, around: str = "\n") -> str:
     return (
         f"<function={call[0]}>\n"
-        + "".join(f"<parameter={k}>\n{_plain(v)}\n</parameter>\n" for k, v in call[1].items())
+        + "".join(f"<parameter={k}>{around}{_plain(v)}{around}</parameter>\n" for k, v in call[1].items())
         + "</function>"
     )
 

@@ -32,7 +32,7 @@ from shared.contracts.openai import (
     prompts_of,
 )
 from shared.errors import Conflict, ContextLengthExceeded, InvalidRequest, NotFound, UnsupportedParameter
-from shared.tool_calls.families import FAMILIES, tool_format_of
+from shared.tool_calls.families import takes_text_arguments, tool_format_of
 
 Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest, EmbeddingRequest)
 Generating = ChatCompletionRequest | CompletionRequest
@@ -159,7 +159,7 @@ class RequestReader:
             tools = None
         form = self._form_of_calls() if tools is not None else None
         template = self._tool_form
-        is_text = template is not None and FAMILIES[template].has_text_arguments
+        is_text = template is not None and takes_text_arguments(template, self._tokens.tool_template or "")
         messages = [_message(i, m, keep_arguments=is_text) for i, m in enumerate(body.messages)]
         if template in ("mistral", "mistral_v11"):
             messages = [shorten_call_ids(message) for message in messages]

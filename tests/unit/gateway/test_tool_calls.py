@@ -146,7 +146,7 @@ FAMILY_CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
         [("weather", '{"text": "12", "count": 12}')],
     ),
     ("glm45", "<tool_call>weather<arg_key>text</arg_key><arg_value>a</arg_value></tool_call>", "", [("weather", '{"text": "a"}')]),
-    ("glm45", "<tool_call>time\n</tool_call> so", "so", [("time", "{}")]),
+    ("glm45", "<tool_call>time\n</tool_call> so", " so", [("time", "{}")]),
     (
         "deepseek_v3",
         f'Let me check.{D31}{BEGIN}function<｜tool▁sep｜>weather\n```json\n{{"at": "Bern"}}\n```{END}',

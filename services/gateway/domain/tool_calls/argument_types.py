@@ -91,10 +91,21 @@ def text_to_json(text: str, types: frozenset[str]) -> str:
         pass
     if "string" in types:
         return json.dumps(text, ensure_ascii=False)
+    for written in (stripped, _unescape(stripped)):
+        try:
+            return literal_to_json(written)
+        except ValueError:
+            continue
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _unescape(text: str) -> str:
+    """Return JSON whose quotes a model escaped, as GLM 4.6 does for arrays."""
     try:
-        return literal_to_json(stripped)
+        found = json.loads(f'"{text}"')
     except ValueError:
-        return json.dumps(text, ensure_ascii=False)
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def literal_to_json(text: str) -> str:

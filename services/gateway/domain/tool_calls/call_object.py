@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container
 
+from services.gateway.domain.tool_calls.literals import NO_JSON
+
 _WHITE = " \t\r\n"
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 
@@ -105,6 +107,9 @@ class ObjectReader:
             self._value, self._state = [char], self._in_scalar
 
     def _in_arguments(self, char: str) -> None:
+        if char in NO_JSON and not self._in_string:  # a bracket is missing before the marker behind the object
+            self._fail()
+            return
         self._unsent.append(char)
         if self._ends_nested(char):
             self._state = self._after_value

@@ -16,7 +16,8 @@ from services.gateway.domain.tool_calls.pieces import Pieces
 from services.gateway.domain.tool_calls.readers import WHITE, JsonReader, Tools
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_CALL = "<|call|>"
+_ENDS = ("<|end|>", _CALL, "<|return|>")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _MAX_HEADER = 1000
 
@@ -100,7 +101,11 @@ class ChannelParser:
         if not found:
             return
         if self._reader is not None and not self._reader.has_started:
-            self._out.add_text(self._held)
+            if found == _CALL:  # a call without arguments
+                self._out.start_call(self._name)
+                self._out.add_arguments("{}")
+            else:
+                self._out.add_text(self._held)
         self._reader = None
         if found == _START:
             self._header, self._state = found, self._in_header
@@ -110,13 +115,14 @@ class ChannelParser:
     def _add_argument(self, char: str) -> None:
         reader = self._reader
         assert reader is not None
-        if reader.is_done:
+        if reader.is_done or (reader.is_invalid and reader.has_started):
             return
         had_started = reader.has_started
         new = reader.feed(char)
         if reader.is_invalid:
-            self._out.add_text(self._held + char)
-            self._reader = None
+            if not had_started:
+                self._out.add_text(self._held + char)
+                self._reader = None
         elif not reader.has_started:
             self._held += char
         else:

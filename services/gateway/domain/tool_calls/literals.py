@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+NO_JSON = "<`"
+"""Beginnings of markers, which no JSON has outside of its strings."""
+
 
 class LiteralScanner:
     """Follows a text by character. No marker may be the beginning of another one.

@@ -50,8 +50,8 @@ class ToolCallParser:
 class FramedParser:
     """Reads calls that are marked in the text, or that are all of it.
 
-    What turns out to be no call becomes content, as it was written. White space around calls is
-    dropped.
+    What turns out to be no call becomes content, as it was written. White space before calls, and
+    within their frames, is dropped.
     """
 
     def __init__(self, family: Family, tools: Tools, out: Pieces) -> None:
@@ -191,12 +191,17 @@ class FramedParser:
         if reader.is_done or reader.is_invalid:
             self._reader = None
             self._state = self._after_call
+            if not reader.is_done and any(marker.startswith(char) for marker in self._closing):
+                self._after_call(char)  # the frame ends malformed arguments
 
     def _after_call(self, char: str) -> None:
         """Expect the end of a call's frame, or the next call; other text is content again."""
         if char in WHITE and not self._after.pending:
+            self._white += char
             return
         text, found = self._after.feed(char)
+        if found in self._closing:
+            self._white = ""
         if text:
             self._resume_text(text + self._after.take())
         elif found and found == self._next:
@@ -210,6 +215,8 @@ class FramedParser:
     def _resume_text(self, text: str) -> None:
         if self._family.begin and not self._next:
             self._expect([])  # calls in lines, without a marker before each
+        elif self._family.is_anchored and not self._family.list_begin and text.startswith("{"):
+            self._expect([])  # calls in lines, without the separator
         else:
             self._state = self._in_text
         for each in text:

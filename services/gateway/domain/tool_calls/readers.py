@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from services.gateway.domain.tool_calls.argument_types import is_text, literal_to_json, quote_part, text_to_json, types_of
-from services.gateway.domain.tool_calls.literals import LiteralScanner
+from services.gateway.domain.tool_calls.literals import NO_JSON, LiteralScanner
 from shared.tool_calls.family import BareArguments, JsonArguments, NamedCall, PythonArguments, TaggedArguments
 
 WHITE = " \t\r\n"
@@ -80,6 +80,8 @@ class NamedReader:
         names = [self._written]
         if self._style.is_indexed:
             names.append(self._written.rpartition(":")[0])
+            if self._written.isdigit() and len(self._tools) == 1:  # models omit the name, if there is no choice
+                names += self._tools
         names += [name.removeprefix(self._style.prefix) for name in names]
         return next((name for name in names if name in self._tools), None)
 
@@ -127,7 +129,10 @@ def _arguments_reader(style: NamedCall, schema: Mapping[str, Any]) -> ArgumentsR
 
 
 class JsonReader:
-    """Passes a JSON object on as the model wrote it. Its end is found by counting brackets."""
+    """Passes a JSON object on as the model wrote it. Its end is found by counting brackets.
+
+    Where a bracket is missing, the marker behind the object ends it.
+    """
 
     def __init__(self) -> None:
         self._brackets = Brackets('"')
@@ -140,6 +145,9 @@ class JsonReader:
             self.is_invalid = char not in WHITE
             return ""
         self.has_started = True
+        if char in NO_JSON and not self._brackets.is_open:
+            self.is_invalid = True
+            return ""
         self._brackets.feed(char)
         self.is_done = self._brackets.depth == 0
         return char
@@ -419,7 +427,7 @@ class BareReader:
     def _end_word(self) -> str:
         word, self._word = self._word.strip(), ""
         if not word:
-            return ""
+            return '""' if self._in_object and not self._is_key else ""  # a key without a value
         if self._in_object and self._is_key:
             self.is_invalid = True  # a key without a value
             return ""

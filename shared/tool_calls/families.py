@@ -184,6 +184,7 @@ _IN_ORDER: tuple[Family, ...] = (
         list_begin="[",
         separator=", ",
         end="]",
+        has_text_arguments=True,
     ),
     Family(
         "granite",

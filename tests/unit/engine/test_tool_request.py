@@ -24,7 +24,7 @@ from shared.contracts.engines import ToolFormat
 from shared.contracts.inference import InferRequest
 from shared.contracts.models import ModelSpec
 from shared.errors import EngineFailed, InvalidRequest, UnsupportedParameter
-from shared.tool_calls.families import FAMILIES, detect_tool_format, tool_format_of
+from shared.tool_calls.families import FAMILIES, detect_tool_format, takes_text_arguments, tool_format_of
 from tests.support.tool_texts import write_calls
 from tests.unit.engine.test_grammar import EOS, generate
 
@@ -286,6 +286,9 @@ TEMPLATES: list[tuple[str, ToolFormat | None]] = [
     ('{"name": function name, "parameters": …} ipython', "llama3"),
     ("[func_name1(params_name1=…)] ipython", "pythonic"),
     ("<|python_start|>[func_name1(params_name1=…)]", "llama4_pythonic"),
+    ("<|header_start|>system<|header_end|> [func_name1(param1=value1…), func_name2(...)]", "llama4_pythonic"),
+    ('<|header_start|>ipython {"name": function name, "parameters": …}', "llama3"),
+    ("<start_of_turn>user Example Format: [func_name1(…)]", "pythonic"),
     ("<｜tool▁calls▁begin｜>…```json", "deepseek_v3"),
     ("<｜tool▁calls▁begin｜>…", "deepseek_v31"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
@@ -298,12 +301,35 @@ TEMPLATES: list[tuple[str, ToolFormat | None]] = [
     ("<minimax:tool_call>", "minimax_m2"),
     ("<seed:tool_call><function=", "seed_oss"),
     ("{{ tools }}", None),
+    # Forms of vLLM's other examples, which no family has.
+    ("<function_call> {… <|start_of_role|>", None),
+    ('<tool_calls>\\n{"name": <tool-name-1>, "arguments": …}', None),
+    ("<|action_start|><|plugin|>", None),
+    ("<function_calls>\\nget_weather(city='New York')", None),
+    ('<TOOLCALL>[{"name": …}]</TOOLCALL>', None),
+    ("<longcat_tool_call>", None),
+    ("<|start|>assistant to=…<|message|><atem:function_calls>", None),
 ]
 
 
 @pytest.mark.parametrize(("template", "form"), TEMPLATES)
 def test_forms_are_detected_in_templates(template: str, form: ToolFormat | None) -> None:
     assert detect_tool_format(template) == form
+
+
+@pytest.mark.parametrize(
+    ("form", "template", "is_text"),
+    [
+        ("deepseek_v3", "tool['function']['name'] + … + tool['function']['arguments'] + …", True),
+        ("deepseek_v3", "tool['function']['name'] + … + tool['function']['arguments']|tojson + …", False),
+        ("deepseek_v31", "tool.function.arguments | tojson", False),
+        ("phi4_mini_json", '"arguments": {{ call.function.arguments }}', True),
+        ("hermes", "{{ tool_call.arguments | tojson }}", False),
+        ("hermes", "{{ tool_call.arguments }}", False),
+    ],
+)
+def test_the_template_decides_whether_it_takes_arguments_as_text(form: ToolFormat, template: str, is_text: bool) -> None:
+    assert takes_text_arguments(form, template) is is_text
 
 
 def test_names_of_vllm_override_the_template() -> None:

@@ -17,6 +17,7 @@ ToolFormat = Literal[
     "mistral_v11",
     "qwen3_coder",
     "glm45",
+    "glm47",
     "deepseek_v3",
     "deepseek_v31",
     "kimi_k2",

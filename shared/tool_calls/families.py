@@ -21,6 +21,7 @@ from shared.tool_calls.family import (
 )
 
 _XML = TaggedArguments("<parameter=", ">\n", "", "\n</parameter>\n", "</function>", has_newlines=True, is_end_optional=True)
+_PAIRS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _SECTION = "<｜tool▁calls▁begin｜>"
 _ARGUMENTS_AS_JSON = re.compile(r"arguments(?:'\]|\"\])?\s*\|\s*tojson")
 """A template that writes the arguments of earlier calls as JSON, so it takes objects."""
@@ -155,14 +156,21 @@ _IN_ORDER: tuple[Family, ...] = (
         aliases=("qwen3_xml",),
     ),
     Family(
+        "glm47",
+        "GLM 4.7 and 5",
+        NamedCall(TaggedArguments("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")),
+        (("<tool_call>", "</arg_key><arg_value>"),),
+        tags=_PAIRS,
+        call_begin="<tool_call>",
+    ),
+    Family(
         "glm45",
-        "GLM 4.5 to 4.7",
+        "GLM 4.5 and 4.6",
         NamedCall(TaggedArguments("<arg_key>", "</arg_key>\n", "<arg_value>", "</arg_value>\n", "</tool_call>"), "", "\n"),
         (("<tool_call>", "<arg_key>"),),
-        tags=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        tags=_PAIRS,
         call_begin="<tool_call>",
         separator="\n",
-        aliases=("glm47",),
     ),
     Family(
         "hermes",

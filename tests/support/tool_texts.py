@@ -51,7 +51,9 @@ def write_calls(form: ToolFormat, calls: Sequence[Call]) -> str:
             each = "\n".join(_invoke(call) for call in calls)
             return f"<minimax:tool_call>\n{each}\n</minimax:tool_call>"
         case "glm45":
-            return "\n".join(f"<tool_call>{name}\n{_pairs(given)}</tool_call>" for name, given in calls)
+            return "\n".join(f"<tool_call>{name}\n{_pairs(given, chr(10))}</tool_call>" for name, given in calls)
+        case "glm47":
+            return "".join(f"<tool_call>{name}{_pairs(given)}</tool_call>" for name, given in calls)
         case "openai":
             message = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
             return "<|start|>assistant".join(message.format(name, _json(given)) for name, given in calls)
@@ -94,8 +96,8 @@ def _invoke(call: Call) -> str:
     return f'<invoke name="{call[0]}">\n{arguments}</invoke>'
 
 
-def _pairs(given: dict[str, Any]) -> str:
-    return "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{_plain(v)}</arg_value>\n" for k, v in given.items())
+def _pairs(given: dict[str, Any], after: str = "") -> str:
+    return "".join(f"<arg_key>{k}</arg_key>{after}<arg_value>{_plain(v)}</arg_value>{after}" for k, v in given.items())
 
 
 def _python(call: Call) -> str:

@@ -280,7 +280,8 @@ def test_only_demands_and_strict_tools_need_a_grammar() -> None:
 TEMPLATES: list[tuple[str, ToolFormat | None]] = [
     ('…<tool_call>{"name"…', "hermes"),
     ("<tool_call><function=…", "qwen3_coder"),
-    ("<tool_call><arg_key>…", "glm45"),
+    ("<tool_call>{name}\\n<arg_key>…</arg_key>\\n<arg_value>…", "glm45"),
+    ("<tool_call>{name}<arg_key>…</arg_key><arg_value>…", "glm47"),
     ('"[TOOL_CALLS]" + …', "mistral"),
     ("[TOOL_CALLS]…[ARGS]", "mistral_v11"),
     ('{"name": function name, "parameters": …} ipython', "llama3"),

@@ -49,7 +49,7 @@ ONE = '{"a":1}'
 CUT = '{"a": 1'
 LINES = '{\n  "text": "<div>"\n} '
 TYPED = '{"text": "hi", "whole": 4, "real": 0.5, "flag": true, "nothing": null, "items": ["a", 1], "data": {"k": {}}, "none": []}'
-ESCAPED = r'{"text": "she said \"yes\" {ok} [x]\nC:\\tmp \u00fc 🎉"}'
+ESCAPED = r'{"text": "her \"yes\" {ok} [x]\nC:\\tmp \u00fc 🎉"}'
 
 HERMES: list[Case] = [
     ("hermes", '<tool_call>{"name": "now", "arguments": {"flag": true}}</tool_call>', "", [("now", {"flag": True})]),
@@ -147,6 +147,13 @@ QWEN: list[Case] = [
         "",
         [("forecast", {"place": "Rome, Italy", "scale": "C"})],
     ),
+    (  # its template writes other values than strings as Python does
+        "seed_oss",
+        "<seed:tool_call>\n<function=record>\n<parameter=flag>True</parameter>\n<parameter=data>{'k': None}</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        "",
+        [("record", {"flag": True, "data": {"k": None}})],
+    ),
     (
         "seed_oss",
         "<seed:think>\nI call it.</seed:think>\n<seed:tool_call>\n<function=record>\n<parameter=text>two\nlines\n</parameter>\n"
@@ -178,6 +185,15 @@ GLM: list[Case] = [
         "</tool_call>\nTwo.\n<tool_call>record\n<arg_key>text</arg_key>\n<arg_value>  code()  \n</arg_value>\n</tool_call>",
         "One.\nTwo.",
         [("sum_up", {"a": 42, "b": 0.5}), ("record", {"text": "  code()  \n"})],
+    ),
+    ("glm47", "<tool_call>now</tool_call>", "", [("now", {})]),
+    ("glm47", "<tool_call>now\n</tool_call>", "", [("now", {})]),
+    (
+        "glm47",
+        "I look.<tool_call>sum_up<arg_key>a</arg_key><arg_value>1</arg_value></tool_call><tool_call>forecast\n<arg_key>place</arg_key>\n"
+        "<arg_value>Rome</arg_value>\n</tool_call>",
+        "I look.",
+        [("sum_up", {"a": 1}), ("forecast", {"place": "Rome"})],
     ),
     (  # vLLM's parser makes 42 of an argument that the schema does not have; here it is a string in all families
         "glm45",

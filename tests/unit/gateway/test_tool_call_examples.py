@@ -47,11 +47,13 @@ TOOLS: dict[str, dict[str, Any]] = {
 ROME = '{"place": "Rome"}'
 ONE = '{"a":1}'
 CUT = '{"a": 1'
+MARKED = '{"text": "<|tool_call_end|> </tool_call> ```<｜tool▁call▁end｜>"}'
 LINES = '{\n  "text": "<div>"\n} '
 TYPED = '{"text": "hi", "whole": 4, "real": 0.5, "flag": true, "nothing": null, "items": ["a", 1], "data": {"k": {}}, "none": []}'
 ESCAPED = r'{"text": "her \"yes\" {ok} [x]\nC:\\tmp \u00fc 🎉"}'
 
 HERMES: list[Case] = [
+    ("hermes", f'<tool_call>{{"name": "record", "arguments": {MARKED}}}</tool_call>', "", [("record", json.loads(MARKED))]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"flag": true}}</tool_call>', "", [("now", {"flag": True})]),
     (
         "hermes",
@@ -224,6 +226,13 @@ GLM: list[Case] = [
     ),
     (
         "minimax_m2",
+        '<minimax:tool_call><invoke name="record"><parameter name="text">\nTom &amp; <b>\n</parameter><parameter name="data">{"a":1,\n"b":2}'
+        "</parameter></invoke></minimax:tool_call>",
+        "",
+        [("record", {"text": "\nTom &amp; <b>\n", "data": {"a": 1, "b": 2}})],
+    ),
+    (
+        "minimax_m2",
         '<minimax:tool_call>\n<invoke name="record">\n<parameter name="nothing">null</parameter>\n<parameter name="some_data">'
         '{"k": 1}</parameter>\n<parameter name="some_text">Ada</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
         "",
@@ -258,6 +267,7 @@ SECTIONS: list[Case] = [
         f"{SECTION}function<｜tool▁sep｜>now\n```json\n{{}}\n```{END}",
         [],
     ),
+    ("deepseek_v3", f"{SECTION}{v3('record', MARKED)}{END}", "", [("record", json.loads(MARKED))]),
     ("deepseek_v31", f"I look.{SECTION}{v31('sum_up', ONE)}{END}", "I look.", [("sum_up", {"a": 1})]),
     (  # vLLM drops text after the calls; here it is content
         "deepseek_v31",
@@ -288,6 +298,8 @@ SECTIONS: list[Case] = [
         "",
         [("sum_up", '{"a": 1'), ("now", {})],
     ),
+    ("kimi_k2", f"{K_BEGIN}{kimi('api.tools.now:42', '{}')}{K_END}", "", [("now", {})]),
+    ("kimi_k2", f"{K_BEGIN}{kimi('functions.record:0', MARKED)}{K_END}", "", [("record", json.loads(MARKED))]),
     (  # no name is content; the next call is read
         "kimi_k2",
         f"{K_BEGIN}{kimi('functions.none.0', '{}')}{kimi('functions.now:1', '{}')}{K_END}",

@@ -80,9 +80,11 @@ class NamedReader:
         names = [self._written]
         if self._style.is_indexed:
             names.append(self._written.rpartition(":")[0])
-            if self._written.isdigit() and len(self._tools) == 1:  # models omit the name, if there is no choice
-                names += self._tools
         names += [name.removeprefix(self._style.prefix) for name in names]
+        if self._style.is_indexed:
+            names.append(names[1].rpartition(".")[2])  # in another namespace than `prefix`
+            if self._written.isdigit() and len(self._tools) == 1:  # models omit the name if there is no choice
+                names += self._tools
         return next((name for name in names if name in self._tools), None)
 
     def _after_name(self, char: str) -> str:

@@ -338,21 +338,14 @@ MISTRAL: list[Case] = [
     ("mistral_v11", "[TOOL_CALLS]now", "[TOOL_CALLS]now", []),
 ]
 
+TWO = ('{"name": "sum_up", "parameters": {"a": 1}}', '{"name": "now", "parameters": {}}')
+TWO_CALLS: list[Call] = [("sum_up", {"a": 1}), ("now", {})]
 LLAMA: list[Case] = [
     ("llama3", f'{{"name": "forecast", "parameters": {ROME}}}', "", [("forecast", {"place": "Rome"})]),
     ("llama3", f'{{"name": "record", "arguments": {ESCAPED}}}', "", [("record", json.loads(ESCAPED))]),
     ("llama3", f'<|python_tag|>{{"name": "forecast", "parameters": {ROME}}}', "", [("forecast", {"place": "Rome"})]),
     ("llama3", f'I look.<|python_tag|>{{"name":"forecast","arguments":{ROME}}}', "I look.", [("forecast", {"place": "Rome"})]),
-    *[
-        (
-            form,
-            f'{{"name": "sum_up", "parameters": {{"a": 1}}}}{between}{{"name": "now", "parameters": {{}}}}',
-            "",
-            [("sum_up", {"a": 1}), ("now", {})],
-        )
-        for form in ("llama3",)
-        for between in ("; ", ";", " ; ", ";\n", "\n")
-    ],
+    *[("llama3", f"{TWO[0]}{between}{TWO[1]}", "", TWO_CALLS) for between in ("; ", ";", " ; ", ";\n", "\n", "")],
     ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}' * 2, "", [("now", {})] * 2),
     ("llama3", '{"name": "now", "parameters": {}} I used {now} here.', " I used {now} here.", [("now", {})]),
     ("llama3", '{"name": "now", "parameters": {}} {"place": "Rome"} it is', ' {"place": "Rome"} it is', [("now", {})]),
@@ -387,19 +380,17 @@ MORE_CALL: Call = (
     {"text": "Ada", "whole": 37, "data": {"place": "Rome"}, "nothing": None, "flag": True, "items": ["a", "b"]},
 )
 ROME_CALL: Call = ("forecast", {"place": "Rome", "scale": "C"})
+PYTHON_CALLS: list[tuple[str, list[Call]]] = [
+    ("forecast(place='Rome', scale='C')", [ROME_CALL]),
+    (MORE, [MORE_CALL]),
+    ("now()", [("now", {})]),
+    ("record(data={}), record(items=[])", [("record", {"data": {}}), ("record", {"items": []})]),
+    (r"record(text='Ada\'s \"big\" house')", [("record", {"text": 'Ada\'s "big" house'})]),
+    (f"forecast(place='Rome',scale='C'),now(),{MORE}", [ROME_CALL, ("now", {}), MORE_CALL]),
+]
 PYTHON: list[Case] = [
-    *[
-        (form, f"[{text}]", "", calls)
-        for form in ("pythonic", "llama4_pythonic")
-        for text, calls in (
-            ("forecast(place='Rome', scale='C')", [ROME_CALL]),
-            (MORE, [MORE_CALL]),
-            ("now()", [("now", {})]),
-            ("record(data={}), record(items=[])", [("record", {"data": {}}), ("record", {"items": []})]),
-            (r"record(text='Ada\'s \"big\" house')", [("record", {"text": 'Ada\'s "big" house'})]),
-            (f"forecast(place='Rome',scale='C'),now(),{MORE}", [ROME_CALL, ("now", {}), MORE_CALL]),
-        )
-    ],
+    *[("pythonic", f"[{text}]", "", calls) for text, calls in PYTHON_CALLS],
+    *[("llama4_pythonic", f"[{text}]", "", calls) for text, calls in PYTHON_CALLS],
     ("pythonic", "How can I help?", "How can I help?", []),
     ("pythonic", "[forecast(place='Rome', scale='C')] So it is:", " So it is:", [ROME_CALL]),
     ("llama4_pythonic", "<|python_start|>[forecast(place='Rome', scale='C')]<|python_end|>", "", [ROME_CALL]),

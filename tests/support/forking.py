@@ -130,13 +130,19 @@ def _execute_child(
     _, *identity, start_new_session, process_group = rest
     is_usual = preexec_fn is None and close_fds and not shell and process_group < 0 and _are_unset(identity)
     is_forked = is_usual and _is_enabled and _is_forked(args) and _has_same_imports(args[2], environment)
-    server = _server_for(args[2], args[3:], environment) if is_forked else None
+    arguments = [os.fspath(a) for a in args[3:]] if is_forked else []
+    server = _server_for(args[2], arguments, environment) if is_forked else None
     if server is not None:
         theirs = (streams[0], streams[3], streams[5])
         files = {number: number if stream < 0 else stream for number, stream in enumerate(theirs)} | {fd: fd for fd in pass_fds}
         try:
             process.pid = server.start(
-                *args[2:], environment=environment, directory=Path(cwd or Path.cwd()), files=files, session=start_new_session
+                args[2],
+                *arguments,
+                environment=environment,
+                directory=Path(cwd or Path.cwd()),
+                files=files,
+                session=start_new_session,
             )
         except ForkServerFailed:
             if not _is_service:

@@ -77,7 +77,7 @@ COMMANDS = (
         "Simulate scheduling policies on a cluster's nodes, models and requests.",
     ),
     Entry("demo", "traffic", "app", "Demo: traffic of models that share a device."),
-    Entry("node", "node", "app", "Nodes: list, cordon, uncordon, drain."),
+    Entry("node", "node", "app", "Nodes: list, cordon, uncordon, drain, rm."),
     Entry(
         "doctor",
         "doctor",

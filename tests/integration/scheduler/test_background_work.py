@@ -282,9 +282,9 @@ class Accounts:
         return {key: counts.background_s for key, counts in (await by_key(self.ledger)).items() if counts.background_s}
 
 
-async def test_owners_pay_for_charges_that_no_gateway_records_until_one_does(engine: AsyncEngine, database_url: str) -> None:
+async def test_owners_pay_for_charges_that_no_gateway_records_until_one_does(engine: AsyncEngine, migrated_url: str) -> None:
     ledger, state = Ledger(engine, PRICES), owned(small="team", large="boss")
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         accounts = Accounts(ledger, state, term.epoch)  # without the clock of the accounts: no engine is older
         await ledger.record(term.epoch, recorded("a", "small", 3.0), HOUR)
         small = charging("small-1", "cuda:0", "cuda:1", charged=2.0), charging("large-1", "cuda:0", charged=0.5)
@@ -297,7 +297,7 @@ async def test_owners_pay_for_charges_that_no_gateway_records_until_one_does(eng
         assert await accounts.settle(ended) == {"team": 1.25, "boss": 0.5}, "killed, with open requests"
         with pytest.raises(StaleEpoch):
             await ledger.settle_accounts(term.epoch - 1, {}, (), HOUR, lambda _: "")
-    async with leadership(plain_url(database_url)) as term:  # the next leader
+    async with leadership(plain_url(migrated_url)) as term:  # the next leader
         accounts = Accounts(ledger, state, term.epoch, START + 3600)
         assert await accounts.settle(ended) == {"team": 1.25, "boss": 0.5}
         await ledger.record(term.epoch, recorded("d", "small", 0.5), HOUR)
@@ -306,10 +306,10 @@ async def test_owners_pay_for_charges_that_no_gateway_records_until_one_does(eng
         assert sum(r.counts.compute_cuda_us for r in rows) == 5_500_000
 
 
-async def test_engines_before_the_update_are_charged_nothing_afterwards(engine: AsyncEngine, database_url: str) -> None:
+async def test_engines_before_the_update_are_charged_nothing_afterwards(engine: AsyncEngine, migrated_url: str) -> None:
     """Neither those that do not say what they charge, nor the past of those that do."""
     ledger, state = Ledger(engine, PRICES), owned(small="team", large="boss")
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         accounts = Accounts(ledger, state, term.epoch)
         await accounts.meter.load()  # the engines are unknown to the scheduler: older than the accounts
         assert await accounts.settle(charging("large-1", "cuda:0", charged=100.0)) == {}
@@ -323,7 +323,7 @@ async def test_engines_before_the_update_are_charged_nothing_afterwards(engine: 
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_ledger_has_what_engines_charged_whatever_was_lost(
-    engine: AsyncEngine, database_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
+    engine: AsyncEngine, migrated_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Records are late or lost, engines and leaders end, and replies of the database are lost."""
     rng, ledger, state = random.Random(seed), Ledger(engine), owned(a="team", b="boss")
@@ -340,7 +340,7 @@ async def test_the_ledger_has_what_engines_charged_whatever_was_lost(
     monkeypatch.setattr(ledger, "settle_accounts", lose_some_replies)
     start = START
     for _ in range(3):
-        async with leadership(plain_url(database_url)) as term:
+        async with leadership(plain_url(migrated_url)) as term:
             accounts = Accounts(ledger, state, term.epoch, start)
             for _ in range(8):
                 name, seconds = rng.choice(list(charged)), rng.randint(1, 1000) / 1000
@@ -362,7 +362,7 @@ async def test_the_ledger_has_what_engines_charged_whatever_was_lost(
                     charged[name], pids[name] = 0.0, pids[name] + 1
             start = accounts.now
     monkeypatch.setattr(ledger, "settle_accounts", settle)
-    async with leadership(plain_url(database_url)) as term:
+    async with leadership(plain_url(migrated_url)) as term:
         for record in late:
             await ledger.record(term.epoch, record, HOUR)
         for _ in range(2):

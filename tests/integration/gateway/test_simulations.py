@@ -146,13 +146,17 @@ async def test_one_simulation_runs_at_a_time_and_ends_with_its_client(node: Fake
             # Requests are served meanwhile.
             assert (await served.http.post("/v1/chat/completions", json=chat())).status_code == 200
 
-        async def ended() -> bool:
-            return not children()
+        async def next_one_runs() -> bool:
+            """The gateway may see the end of the process a moment after this test."""
+            if children():
+                return False
+            async with served.http.stream("POST", URL, json={}) as answer:
+                if answer.status_code == 409:
+                    return False
+                assert answer.status_code == 200
+                return (await anext(events(answer.aiter_lines())))[0] == "progress"
 
-        await until(ended)
-        async with served.http.stream("POST", URL, json={}) as answer:
-            assert answer.status_code == 200
-            assert (await anext(events(answer.aiter_lines())))[0] == "progress"
+        await until(next_one_runs)
 
 
 @pytest.mark.usefixtures("hanging")

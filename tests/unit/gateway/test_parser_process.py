@@ -72,6 +72,7 @@ async def test_small_body_starts_no_worker(parsers: ParserProcess) -> None:
     assert parsers.pid is None
 
 
+@pytest.mark.usefixtures("not_here")
 async def test_a_large_body_is_the_same_from_either_process(parsers: ParserProcess) -> None:
     here = await parse_body("chat", chat(), BodyLimits(1_000_000), "/v1/chat/completions", "", {"content-type": "application/json"})
     pid = await ready(parsers)
@@ -80,7 +81,6 @@ async def test_a_large_body_is_the_same_from_either_process(parsers: ParserProce
     assert isinstance(there.request, ChatCompletionRequest)
     assert there.request.messages[0].content == TEXT
     assert there.engine_request.body == chat()
-    assert psutil.Process(pid).cpu_times().user > 0
     assert parsers.pid == pid
 
 

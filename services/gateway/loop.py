@@ -37,11 +37,12 @@ from services.gateway.domain.objectives import ObjectiveCounter, meets_objective
 from services.gateway.domain.route_table import Route
 from services.gateway.domain.stored_responses import StorageBounds
 from services.gateway.domain.ticket import Stage, Ticket
+from services.gateway.idempotency.followed import record_followed
 from services.gateway.idempotency.idempotent_request import IdempotentRequest
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.requests.active_view import view_active
 from services.gateway.requests.sink import TokenSink
-from services.gateway.requests.used import open_usage, usage_record
+from services.gateway.requests.used import followed_usage, open_usage, usage_record
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.request_log import RequestLog, RequestOrigin
 from shared.contracts.active_requests import MAX_LISTED, RequestsViewed
@@ -180,7 +181,15 @@ class Gateway:
 
     def _run_idempotent(self, request: ActiveRequest, place: Claim | ExistingKey, new_entry: Entry) -> None:
         idempotent = IdempotentRequest(
-            self.id, self.idempotency, self.dispatcher, self.engines, request, place, new_entry, self.usage.settle
+            self.id,
+            self.idempotency,
+            self.dispatcher,
+            self.engines,
+            request,
+            place,
+            new_entry,
+            self.usage.settle,
+            partial(self.usage.end, request.ticket.id),
         )
         request.attach_idempotency(idempotent)
         task = asyncio.create_task(idempotent.run(), name="idempotency key")
@@ -205,6 +214,10 @@ class Gateway:
             self.budgets.on_record(origin.caller.key, record)
             self.usage.record(record, request.ticket.id)
             self.request_log.metrics.key_usage.add(record)
+        elif request.idempotency is not None and (response := request.idempotency.followed) is not None:
+            route = self.dispatcher.routes.get(response.instance_id)
+            served = route.status if route is not None else None
+            self.usage.note_followed(followed_usage(request, origin.caller.name, response, served))
         else:
             self.usage.end(request.ticket.id)
 
@@ -360,6 +373,8 @@ class Gateway:
             group.create_task(self.rate_limits.run(), name="rate limits"),
             group.create_task(self.budgets.run(), name="budgets"),
         ]
+        if self.usage.unresolved:
+            self.tasks.append(group.create_task(record_followed(self.idempotency, self.usage), name="followed responses"))
         self.has_joined = True
 
     async def _note_open(self) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from services.gateway.adapters.usage_spool import UsageSpool, open_spools
+from services.gateway.domain.followed_usage import FollowedUsage, find_followed
 from services.gateway.domain.limits.spending import Unreported
 from services.gateway.domain.open_usage import OpenUsage, ended_line, find_lost
 from services.gateway.domain.usage_records import UsageRecord
@@ -46,6 +47,8 @@ class UsageMeter:
         dropped: Records that could not be written.
         unreported: What keys with budgets used and the ledger may not have.
         reporting: Held while a report is on its way.
+        unresolved: What requests of ended gateways used, recorded by others or by none. `record` or
+            `end` each of them.
     """
 
     def __init__(self, mesh: Mesh, gateway_id: str, directory: Path) -> None:
@@ -65,6 +68,9 @@ class UsageMeter:
         self._unsettled: set[str] = set()
         self._open_us: dict[str, int] = {}
         """Device time of open requests that is in the spool."""
+        self._followed: set[str] = set()
+        """Requests whose responses other gateways record, unless they are lost."""
+        self.unresolved: list[FollowedUsage] = []
         self._failures = LogRateLimit()
 
     def open(self) -> None:
@@ -75,18 +81,21 @@ class UsageMeter:
             log.error("failed to open the usage spool; requests are not metered", extra={"error": str(e)})
             return
         self._opened_at = time.monotonic()
-        for spool in (self._own, *self._adopted):
-            self._append_lost(spool)
+        spools = {spool: _read_whole(spool) for spool in (self._own, *self._adopted)}
+        for spool, data in spools.items():
+            self._append_lost(spool, data)
+        for usage in find_followed(spools.values()):
+            self.unresolved.append(usage)
+            self.note_followed(usage)  # the adopted spools are removed
         self._recent = RecentUsage(self._own.size)
         if self._adopted:
             log.info("adopted usage spools of ended gateways", extra={"spools": len(self._adopted)})
             self._has_records.set()
 
     @staticmethod
-    def _append_lost(spool: UsageSpool) -> None:
+    def _append_lost(spool: UsageSpool, data: bytes) -> None:
         """Write what the requests used that were open when their gateway ended."""
         try:
-            data = spool.read_all()
             torn = b"\n" if data and not data.endswith(b"\n") else b""
             if lost := torn + b"".join(usage.as_lost() for usage in find_lost(data)):
                 spool.append(lost)
@@ -104,11 +113,26 @@ class UsageMeter:
             self._open_us |= {usage.request_id: usage.compute_us for usage in grown}
         self._has_records.set()
 
+    def note_followed(self, usage: FollowedUsage) -> None:
+        """Write what a request used whose response another gateway records, unless it is lost."""
+        if self._own is None or self._own.unreported > _MAX_UNREPORTED_BYTES:
+            return
+        with contextlib.suppress(OSError):  # then it is lost if both gateways are
+            self._own.append(usage.line())
+            self._followed.add(usage.request_id)
+        self._has_records.set()
+
     def end(self, request_id: str) -> None:
         """A request ended that is not recorded here."""
-        if self._own is not None and self._open_us.pop(request_id, None) is not None:
+        if self._own is not None and self._forget(request_id):
             with contextlib.suppress(OSError):
                 self._own.append(ended_line(request_id))
+
+    def _forget(self, request_id: str) -> bool:
+        """Return True if the spool has lines of the request that its end must follow."""
+        is_followed = request_id in self._followed
+        self._followed.discard(request_id)
+        return self._open_us.pop(request_id, None) is not None or is_followed
 
     def record(self, record: UsageRecord, request_id: str = "") -> None:
         """Write one record; a failure is counted and logged.
@@ -122,7 +146,7 @@ class UsageMeter:
             return
         try:
             start = spool.size
-            ended = ended_line(request_id) if self._open_us.pop(request_id, None) is not None else b""
+            ended = ended_line(request_id) if self._forget(request_id) else b""
             spool.append(ended + record.line())  # in one write: neither counts without the other
         except OSError as e:
             self._drop(str(e))
@@ -218,7 +242,7 @@ class UsageMeter:
         The ledger forgets spools that are silent for weeks.
         """
         is_due = spool.size > _ROTATE_BYTES or time.monotonic() - self._opened_at > _ROTATE_S
-        if not spool.size or not is_due or spool.unreported:
+        if not spool.size or not is_due or spool.unreported or self._followed:
             return
         self._number += 1
         try:
@@ -235,11 +259,20 @@ class UsageMeter:
     def close(self) -> None:
         """Close the files; those without unreported records are deleted."""
         for spool in (*self._adopted, *([self._own] if self._own is not None else [])):
-            if spool.unreported or spool in self._adopted:
+            if spool.unreported or self._followed or spool in self._adopted:
                 spool.close()
             else:
                 spool.remove()
         self._own, self._adopted = None, []
+
+
+def _read_whole(spool: UsageSpool) -> bytes:
+    """Return the content of a spool; empty if it cannot be read."""
+    try:
+        return spool.read_all()
+    except OSError as e:
+        log.warning("failed to read a usage spool", extra={"spool": spool.name, "error": str(e)})
+        return b""
 
 
 def _read_report(spool: UsageSpool, until: int | None) -> ReportUsage | None:

@@ -49,6 +49,12 @@ def ended_line(request_id: str) -> bytes:
     return to_json({_ENDED: request_id}) + b"\n"
 
 
+def ended_id(line: bytes) -> str | None:
+    """Return the request that a line says has ended; None: the line is another."""
+    found = _parse(line).get(_ENDED)
+    return str(found) if found is not None else None
+
+
 def find_lost(data: bytes) -> list[OpenUsage]:
     """Return the last state of the requests that never ended, from a whole spool."""
     found: dict[str, OpenUsage] = {}

@@ -45,6 +45,7 @@ from services.gateway.adapters.idempotency_store import (
     store_errors_as_unavailable,
 )
 from services.gateway.domain.dispatcher import Dispatcher
+from services.gateway.domain.followed_usage import FollowedResponse
 from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Stage
 from services.gateway.idempotency.abandoned import claim_if_abandoned
@@ -88,6 +89,7 @@ class IdempotentRequest:
         place: Claim | ExistingKey,
         new_entry: Entry,
         on_metered: Callable[[str], None],
+        on_followed_end: Callable[[], None],
     ) -> None:
         """Start as the owner of the key if `place` is a claim, else as a follower.
 
@@ -95,6 +97,8 @@ class IdempotentRequest:
             new_entry: The entry to create if the key is deleted while it is followed.
             on_metered: Called with the id of the response when the key has ended and no other
                 gateway can have recorded what it used.
+            on_followed_end: Called when the key of a followed response has ended, which its owner
+                therefore has recorded.
         """
         self._gateway_id = gateway_id
         self._store = store
@@ -105,6 +109,9 @@ class IdempotentRequest:
         self._place = place
         self._new_entry = new_entry
         self._on_metered = on_metered
+        self._on_followed_end = on_followed_end
+        self._found: ExistingKey | None = None
+        """The followed key as it was last seen."""
         self._claim: Claim | None = None
         self._replay = Replay(store, request)
         self._sending: asyncio.Task[None] | None = None
@@ -146,10 +153,21 @@ class IdempotentRequest:
             return None
         return claim.entry.answer_id
 
+    @property
+    def followed(self) -> FollowedResponse | None:
+        """The response of another gateway that was read to its end, and may not be recorded yet."""
+        found, completion = self._found, self._request.completion
+        if found is None or found.entry.state == "done" or not found.entry.reply or found.entry.reply != self._replay.subject:
+            return None
+        if not completion.is_done or completion.error is not None or completion.has_client_left:
+            return None
+        entry = found.entry
+        return FollowedResponse(found.key, entry.answer_id, entry.reply, self._request.attempt.next_seq, entry.instance_id)
+
     # The owner.
 
     async def _hold_claim(self, claim: Claim) -> None:
-        self._claim = claim
+        self._claim, self._found = claim, None
         renewing = asyncio.create_task(claim.renew_forever(), name="idempotency lease")
         ends = [asyncio.create_task(e.wait()) for e in (self._request.completion.done, claim.lost)]
         try:
@@ -397,6 +415,7 @@ class IdempotentRequest:
         """Wait until the key has ended; record the usage and the end if its owner is gone."""
         claim = await claim_if_abandoned(self._store, key)
         if claim is None:
+            self._on_followed_end()
             return
         renewing = asyncio.create_task(claim.renew_forever(), name="idempotency lease")
         try:
@@ -407,6 +426,7 @@ class IdempotentRequest:
                 await self._record_end(claim)
             else:
                 await claim.release()  # its owner began another attempt, which this gateway has not read
+                self._on_followed_end()
         finally:
             await end(renewing)
 
@@ -428,7 +448,7 @@ class IdempotentRequest:
             if entry is None or entry.operation is not None:
                 return await self._restart(found.key)
             has_entry = True
-            found = ExistingKey(found.key, Entry.model_validate_json(entry.value), entry.revision)
+            self._found = found = ExistingKey(found.key, Entry.model_validate_json(entry.value), entry.revision)
             if not await self._replay.is_available(found.entry):
                 await self._store.delete(found)
                 return await self._restart(found.key)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.engine_request import EngineRequest
+from services.gateway.domain.followed_usage import FollowedResponse
 from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Ticket
 from services.gateway.requests.client_response import ClientResponse
@@ -32,6 +33,10 @@ class IdempotencyGuard(Protocol):
 
     @property
     def metered_as(self) -> str | None: ...
+
+    @property
+    def followed(self) -> FollowedResponse | None:
+        """The response of another gateway that was read to its end, and may not be recorded yet."""
 
     def send(self, route: Route) -> None:
         """Record the chosen instance under the key, then send the request to it."""

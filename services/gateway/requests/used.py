@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from services.gateway.domain.followed_usage import FollowedResponse, FollowedUsage
 from services.gateway.domain.open_usage import OpenUsage
 from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.requests.active_request import ActiveRequest
@@ -20,11 +21,26 @@ def usage_record(request: ActiveRequest, key: str) -> UsageRecord | None:
         None if no engine worked on it, or another gateway records it: one that generates the
         response for the same Idempotency-Key, or that continues it.
     """
-    ticket, completion, stats = request.ticket, request.completion, request.stats
     answer_id = request.idempotency.metered_as if request.idempotency is not None else ""
-    if answer_id is None or not (ticket.attempts or request.response.is_replay):
+    if answer_id is None or not (request.ticket.attempts or request.response.is_replay):
         return None
-    adapter, served, usage = request.engine_request.lora_adapter, stats.instance, stats.usage
+    return _record(request, key, answer_id, request.stats.instance)
+
+
+def followed_usage(request: ActiveRequest, key: str, response: FollowedResponse, served: InstanceStatus | None) -> FollowedUsage:
+    """Return what a followed response used, in case no other gateway records it.
+
+    Args:
+        key: Name of the API key.
+        served: The instance that generated the response, if it is known.
+    """
+    record = _record(request, key, response.answer_id, served)
+    return FollowedUsage(request.ticket.id, response.key, response.reply, response.messages, record)
+
+
+def _record(request: ActiveRequest, key: str, answer_id: str, served: InstanceStatus | None) -> UsageRecord:
+    ticket, completion, usage = request.ticket, request.completion, request.stats.usage
+    adapter = request.engine_request.lora_adapter
     record = UsageRecord(
         int(time.time() // 3600),
         key,

@@ -15,8 +15,9 @@ pause       one greedy stream with so many tokens of prompt (5M model). The paus
 throughput  eight streams of one instance on node-0 (60M model). Tokens per second, as clients hear
             them, of seven of them: in the two seconds before the eighth moves to node-1, and in the
             window of the migration: from its being taken up to its end, no more. Then the same with
-            four streams running at the destination. All that is neither of node-0 nor of node-1,
-            and all clients, run on node-1's core.
+            four streams running at the destination. Both with keys and values that the destination
+            recomputes, and with transfers where they are predicted to be sooner, as by default.
+            All that is neither of node-0 nor of node-1, and all clients, run on node-1's core.
 policies    the scenario of ServerlessLLM's Fig. 3: model A (60M) runs on node-1, which has B's
             weights (250M) in host memory; node-0 is free, has A's in host memory and B's only at a
             slow source. Now B is asked for. availability: B loads on node-0. locality: B waits on
@@ -31,6 +32,7 @@ from __future__ import annotations
 import argparse
 import threading
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -38,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.migration_policies import POLICIES, policies
-from bench.migration_streams import WAYS, pauses, throughput
+from bench.migration_streams import BYTES, WAYS, pauses, throughput
 from bench.moving import Values
 from bench.report import spread, write
 
@@ -59,13 +61,15 @@ def _spread(values: list[float] | None) -> str:
 
 
 def throughput_table(figures: Values) -> Table:
-    table = Table("destination", "whose", "before", "while one moves", "lost %", "window ms", title="Tokens per second")
-    for case in ("alone", "beside"):
-        for who in ("others", "all", "destination"):
-            values = [figures.get(f"throughput.{case}.{who}.{k}", []) for k in ("before", "during", "lost_percent")]
+    columns = ("keys and values", "destination", "whose", "before", "while one moves", "lost %", "window ms")
+    table = Table(*columns, title="Tokens per second")
+    for case, who in product(("alone", "beside"), ("others", "all", "destination")):
+        for way in BYTES:
+            key = f"throughput.{way}.{case}"
+            values = [figures.get(f"{key}.{who}.{k}", []) for k in ("before", "during", "lost_percent")]
             if all(values):
-                window = spread(figures[f"throughput.{case}.window_ms"])
-                table.add_row("idle" if case == "alone" else "serves four", who, *map(spread, values), window)
+                place = "idle" if case == "alone" else "serves four"
+                table.add_row(way, place, who, *map(spread, values), spread(figures[f"{key}.window_ms"]))
     return table
 
 

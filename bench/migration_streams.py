@@ -22,6 +22,8 @@ STREAMS, PROMPT, SAYS = 8, 512, 1500
 """Of part 2: streams on node-0, the tokens of their prompts, and the most that they say."""
 KV_BYTES = 14_080
 """Of a token of the 60M model."""
+BYTES = {"recomputed": "never", "transferred": "auto"}
+"""Of part 2: whether the destination recomputes keys and values (`THAW_MIGRATE_KV`)."""
 BESIDE = 4
 """… and streams on node-1, where one of those moves to."""
 WINDOW_S = 2.0
@@ -77,8 +79,13 @@ def _measure_one(mesh: Bed, context: int, way: str, figures: Values) -> None:
 
 
 def throughput(rounds: int, figures: Values) -> None:
-    """Part 2."""
-    mesh = Bed()
+    """Part 2: each way in two meshes, which take turns."""
+    for way in tuple(BYTES) * 2:
+        _throughput(way, rounds, figures)
+
+
+def _throughput(way: str, rounds: int, figures: Values) -> None:
+    mesh = Bed(THAW_MIGRATE_KV=BYTES[way])
     try:
         kv = {"kv_cache_bytes": (STREAMS + BESIDE) * 2048 * KV_BYTES}
         mesh.begin(2, size="60m", room=1.5, max_model_len=2048, max_concurrency=STREAMS + BESIDE, engine_args=kv)
@@ -88,11 +95,11 @@ def throughput(rounds: int, figures: Values) -> None:
         mine = _streams(mesh, STREAMS)
         mesh.change("one", placement={})
         mesh.everywhere("one")
-        _moves(mesh, "alone", mine, [], rounds, figures)
+        _moves(mesh, f"{way}.alone", mine, [], rounds, figures)
         beside = _streams(mesh, BESIDE)
         for stream in beside:
             mesh.gather(stream.request_id, NODES[1])
-        _moves(mesh, "beside", mine, beside, rounds, figures)
+        _moves(mesh, f"{way}.beside", mine, beside, rounds, figures)
         for stream in (*mine, *beside):
             stream.leave()
         for stream in (*mine, *beside):

@@ -10,7 +10,8 @@ disk or taken from peers: every start fetches.
 
 start          one request to a cold model, by its stages: the time to its first token, and the
                median time between further ones. Beside it fetch-then-start: the time to download
-               the files on one paced connection, plus a cold start of the same model from disk.
+               the files on one paced connection, plus a cold start of the same model from disk; and
+               the simulator's time to first token, with what was measured with one worker.
 consolidation  a model with an objective that one node misses: the scheduler takes two nodes, and
                makes one instance of them while a client reads. The gap is the longest time between
                two of its tokens from the start of the migration to its end. Reported beside the
@@ -39,14 +40,19 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.moving import Bed, Timed, Values, await_tokens, completion, order
+from bench.pipeline_replay import OneWorker, simulate_ttft_s
 from bench.report import spread, write
 from bench.slow_source import slow_source
 from shared.contracts.models import ModelSpec
+from shared.contracts.phases import measure_covered
+from shared.contracts.stages import split_layers
 from shared.sizing import MIB, need_of
 from tests.support.launcher import until
 from tests.support.moving import is_later_stage
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
+from weights.formats.checkpoint import open_checkpoint
+from weights.formats.stages import layer_sizes
 
 PARTS = ("start", "consolidation", "migration")
 BESIDE = "beside"
@@ -145,8 +151,29 @@ def _ask(mesh: Groups, model: str, key: str, figures: Values) -> None:
         raise RuntimeError(stream.error)
     figures[f"{key}.ttft_ms"].append((stream.first - stream.began) * 1e3)
     figures[f"{key}.tpot_ms"].append(tpot_ms(stream.at[SETTLED:]))  # type: ignore[attr-defined]  # a Timed
+    figures[f"{key}.fetch_ms"].append(fetch_ms(mesh, stream.request_id))
     mesh.json("sleep", model)
     mesh.await_settled()
+
+
+def fetch_ms(mesh: Groups, request_id: str) -> float:
+    """Return the milliseconds of a request's start in which weights were loaded."""
+    spans = mesh.json("trace", request_id)["request"]["spans"]
+    return measure_covered([(s["start_ms"], s["start_ms"] + s["duration_ms"]) for s in spans if s["phase"] in ("fetch", "load")])
+
+
+def simulate_starts(stages: list[int], directory: Path, figures: Values) -> None:
+    """Add the simulator's TTFT for each number of stages, if one worker was measured."""
+    if "s1.ttft_ms" not in figures:
+        return
+    fetched, ttft, each = (median(figures[f"s1.{name}"]) / 1e3 for name in ("fetch_ms", "ttft_ms", "tpot_ms"))
+    tensors = [t for file in open_checkpoint(directory).files for t in file.header.tensors]
+    weights, sizes = sum(t.nbytes for t in tensors), layer_sizes(tensors, 0)
+    assert sizes is not None
+    shares = {s: max(map(sizes.bytes_of, split_layers(sizes.count, s))) / weights for s in stages if s > 1}
+    for s in stages:
+        took = simulate_ttft_s(s, OneWorker(weights, fetched, ttft, each, shares), PROMPT, TOKENS)
+        figures[f"s{s}.simulated_ttft_ms"].append(took * 1e3)
 
 
 def download(url: str, directory: Path) -> None:
@@ -263,10 +290,15 @@ def migration(mesh: Groups, rounds: int, figures: Values, prompt: int) -> None:
 
 
 def start_table(stages: list[int], figures: Values) -> Table:
-    table = Table("start", "first token ms", "by one worker", "ms per token", "by one engine", title="Cold starts of one request")
+    columns = ("start", "first token ms", "by one worker", "simulated ms", "error", "ms per token", "by one engine")
+    table = Table(*columns, title="Cold starts of one request")
     for key in (*(f"s{s}" for s in stages), "then_start"):
         ttft, each = figures[f"{key}.ttft_ms"], figures.get(f"{key}.tpot_ms")
         row = [spread(ttft), _ratio(ttft, figures["s1.ttft_ms"]) if "s1.ttft_ms" in figures else "-"]
+        if simulated := figures.get(f"{key}.simulated_ttft_ms"):
+            row += [f"{simulated[0]:.0f}", f"{simulated[0] / median(ttft) - 1:+.0%}"]
+        else:
+            row += ["-", "-"]
         row += [f"{median(each):.2f}", _ratio(each, figures["s1.tpot_ms"])] if each and "s1.tpot_ms" in figures else ["-", "-"]
         table.add_row(key if key != "then_start" else "fetch, then start", *row)
     return table
@@ -325,6 +357,7 @@ def main() -> None:
             mesh.measure_links()
             if "start" in parts:
                 start(mesh, url, directory, stages, options.rounds, figures)
+                simulate_starts(stages, directory, figures)
                 shown.print(start_table(stages, figures))
             if "consolidation" in parts:
                 consolidation(mesh, options.rounds, figures, options.prompt)

@@ -223,6 +223,11 @@ class ModelGroup(_Strict):
         default=0.0, ge=0, description="For elastic KV, and for the transfer of a consolidated pipeline."
     )
     snapshot_gb: float | None = Field(default=None, gt=0, description="Of a suspended instance; none: its weights.")
+    largest_stage: dict[int, Annotated[float, Field(gt=0, le=1)]] = Field(
+        default_factory=dict,
+        description="Share of the weights in the first stage of a pipeline, by number of stages: the first one has the embeddings. "
+        "None: all stages have an equal part.",
+    )
     service: Service
     services: dict[str, Service] = Field(default_factory=dict, description="By kind of device, where it differs.")
     kinds: frozenset[str] = Field(default=frozenset(), description="Kinds of device it may be on; empty: all.")

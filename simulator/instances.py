@@ -52,6 +52,11 @@ class SimModel:
     def capacity(self) -> int:
         return self.group.capacity
 
+    def stage_weights(self, stages: int) -> list[float]:
+        """Return the bytes of each stage's weights."""
+        first = self.weights * self.group.largest_stage.get(stages, 1 / stages)
+        return [first] + [(self.weights - first) / (stages - 1)] * (stages - 1) if stages > 1 else [self.weights]
+
     def record_request(self, now: float, output: int, window_s: float) -> None:
         self.window.append(now)
         self.last_asked = now

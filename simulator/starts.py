@@ -129,12 +129,12 @@ class Starts:
             self.expect(start)
             world.clock.at(max(now, engine), lambda: self.on_arrived(start))
             stages = len(instance.parts)
-            missing = model.weights / stages if stages > 1 else model.weights - start.resident
+            missing = model.stage_weights(stages) if stages > 1 else [model.weights - start.resident]
             tier = instance.parts[0].device.node.tier(model.name)
             self._count("pipeline" if stages > 1 else "reuse" if start.resident else tier)
-            for part in instance.parts:
+            for part, nbytes in zip(instance.parts, missing, strict=True):
                 part.device.loading[instance.key] = model.group.heavy
-                Load(self._world, self._options, self, start, part, missing, max(now, context), max(now, engine))
+                Load(self._world, self._options, self, start, part, nbytes, max(now, context), max(now, engine))
         self.on_arrived(start)
 
     def _restore(self, start: Start) -> None:

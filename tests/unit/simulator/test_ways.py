@@ -158,6 +158,14 @@ def test_pipeline_fetches_a_quarter_per_server_and_continues_on_one() -> None:
     assert outcome.device_seconds == pytest.approx(4 * 10.0 + (served.ended - 10.0), rel=0.02)  # the rest arrives after 7.5 s more
 
 
+def test_largest_stage_delays_its_pipeline() -> None:
+    profile = replace(PLAIN, choose=pipelined, uses=frozenset({"pipeline"}))
+    models = pipeline(), pipeline(largest_stage={4: 0.4})
+    even, uneven = (simulate(spread_out(), [m], [ask(0, "p", 100, 2)], profile).served[0].ttft for m in models)
+    fetched, first = 10.0, even - 10.0 / 4
+    assert uneven == pytest.approx(0.4 * fetched + first)
+
+
 def test_a_pipeline_becomes_as_many_instances_as_are_wanted() -> None:
     profile = replace(PLAIN, choose=pipelined, scale=per_request, uses=frozenset({"pipeline"}))
     requests = [ask(0, "p", 100, 401) for _ in range(16)]

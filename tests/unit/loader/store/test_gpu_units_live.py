@@ -144,8 +144,8 @@ async def test_engines_map_the_loaded_bytes_and_share_them(bench: UnitsBench, pa
 async def test_units_outlive_their_instance_up_to_the_limit(bench: UnitsBench, path: Path, tmp_path: Path) -> None:
     card = await model(bench, tmp_path / "m", 1, 2, 3, 4, 5)
     found = await bench.load("a", card)
-    engine = Engine(path, "a", found)
-    assert await engine.seen() == bench.units(found)
+    engine, first = Engine(path, "a", found), bench.units(found)
+    assert await engine.seen() == first
     await engine.kill()
     assert (await bench.release("a")).device_bytes == 0, "nothing for the nodeagent to wait for"
     assert bench.used_pages() == (0, REUSE_PAGES)
@@ -153,7 +153,7 @@ async def test_units_outlive_their_instance_up_to_the_limit(bench: UnitsBench, p
     again = await bench.load("b", card)
     assert bench.device.pages().copied_bytes == (5 + 5 - REUSE_PAGES) * PAGE_BYTES
     engine = Engine(path, "b", again)
-    assert await engine.seen() == bench.units(again)
+    assert await engine.seen() == first
     await engine.kill()
 
 

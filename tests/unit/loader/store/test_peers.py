@@ -16,6 +16,7 @@ from tests.unit.loader.store.test_separate import GPUS, PREFIX, TENSOR, Model, c
 from weights.devices.pacing import Pacer
 from weights.store import checking, copying, peers
 from weights.store import missing as missing_units
+from weights.store.cost import SECONDS_PER_GB
 from weights.store.generations import file_name
 from weights.store.missing import Missing
 from weights.store.node_devices import NodeDevices
@@ -264,8 +265,11 @@ def test_a_gpu_that_is_not_open_yet_lacks_all_that_others_have() -> None:
     devices.expect({"m": 0.5})
     second = devices.get("cuda:1")
     assert isinstance(second, SeparateDevice)
+    assert second.store().units == {}
     arena = second.allocate(model.place())
     assert arena.wait(model.nbytes)
+    assert {second.cost()(u) / first.cost()(u) for u in second.store().units.values()} == {1.0}, "priced alike"
+    assert second.cost()(next(iter(second.store().units.values()))) == TENSOR / 1e9 * SECONDS_PER_GB["ssd"] * 0.5
     assert (second.pages().peer_bytes, [w.missing_bytes for w in first.pages().weights]) == (3 * TENSOR, [0])
     devices.close()
     gpus.close()

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -230,7 +229,11 @@ async def test_an_engine_maps_units_while_others_are_copied(
     index = await bench.loader.handle(AttachWeights(instance_id="a", card=card, until="index", device=DEVICE))
     assert isinstance(index, WeightsAttached)
     laid_out: asyncio.Future[PagesLayout | None] = asyncio.get_running_loop().create_future()
-    report = partial(asyncio.get_running_loop().call_soon_threadsafe, laid_out.set_result)
+    loop = asyncio.get_running_loop()
+
+    def report(layout: PagesLayout | None) -> None:
+        loop.call_soon_threadsafe(laid_out.set_result, layout)
+
     follower = await asyncio.to_thread(Follower, path, "a", index.weights_id, report)
     async with asyncio.timeout(60):
         layout = await laid_out

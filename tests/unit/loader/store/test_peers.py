@@ -64,10 +64,13 @@ class CpuNode(Node):
 class GpuNode(Node):
     def __init__(self, *, peer: float | None = None, verify: bool = False) -> None:
         known = KnownUnits()
-        self.gpus = Gpus(8, 2, verify=verify, known=known)
+        self.gpus = self.make_gpus(known, verify=verify)
         pacers = {frozenset(("cuda:0", "cuda:1")): Pacer(peer)} if peer is not None else {}
         self.devices = NodeDevices({}, self.gpus.devices, known, pacers)
         self.one, self.two = self._open("cuda:0"), self._open("cuda:1")
+
+    def make_gpus(self, known: KnownUnits, *, verify: bool) -> Gpus:
+        return Gpus(8, 2, verify=verify, known=known)
 
     def _open(self, device_id: str) -> SeparateDevice:
         found = self.devices.get(device_id)

@@ -24,7 +24,7 @@ from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
 from shared.contracts.segment import GpuUnitsHandle, PagesHandle
 from shared.mapping import map_extents
 from tests.unit.loader.checkpoints import write_checkpoint
-from tests.unit.loader.store.gpu import Gpus, read_units
+from tests.unit.loader.store.gpu import Gpu, Gpus
 from tests.unit.loader.test_handlers import Bench
 from weights.convert.job import convert
 from weights.pool import shm
@@ -93,8 +93,11 @@ class GpuSeparateBench(SeparateBench):
 
     DEVICE = "cuda:0"
 
+    def make_gpus(self) -> Gpus:
+        return Gpus(PAGES)
+
     def __init__(self, home: Path) -> None:
-        self.gpus = Gpus(PAGES)
+        self.gpus = self.make_gpus()
         super().__init__(home)
         self.pool.close(unlink=True)
         pin, unpin = self.gpus.devices.pin, self.gpus.devices.unpin
@@ -114,15 +117,21 @@ class GpuSeparateBench(SeparateBench):
         await self.loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), capabilities=capabilities))
 
     def memory(self) -> DeviceMemory:
+        self.check_pins()
+        return super().memory()
+
+    def check_pins(self) -> None:
+        """Check that page-locked memory is there: a device reads the pages that were locked."""
         start = self.pool._address
         for address, nbytes in self.gpus.driver.pinned.items():
-            assert self.pool.has_memory(address - start, nbytes), "a device reads the pages that were locked"
-        return super().memory()
+            assert self.pool.has_memory(address - start, nbytes)
 
     def read(self, instance: str, found: WeightsAttached) -> bytes:
         assert isinstance(found.handle, GpuUnitsHandle)
         ask = SocketMap(instance_id=instance, weights_id=found.weights_id)
-        return read_units(found.handle, self.loader.export_units(ask, self.gpus.exited.pid))
+        sent = self.loader.export_units(ask, self.gpus.exited.pid)
+        units = [(u.start, u.nbytes) for u in found.handle.units]
+        return b"".join(Gpu(machine=self.gpus).read_sent(found.handle, sent, units))
 
     async def stop(self) -> None:
         await super().stop()

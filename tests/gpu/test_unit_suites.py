@@ -58,8 +58,8 @@ def device() -> Iterator[SeparateDevice]:
 
 
 class RealNode(GpuNode):
-    def make_gpus(self, known: KnownUnits, *, verify: bool) -> Gpus:
-        return RealGpus(8, 2, verify=verify, known=known)
+    def make_gpus(self, known: KnownUnits, *, verify: bool, reuse_pages: int | None = None) -> Gpus:
+        return RealGpus(8, 2, verify=verify, known=known, reuse_pages=reuse_pages)
 
 
 @pytest.fixture

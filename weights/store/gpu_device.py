@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
 from weights.store.units import PAGE_BYTES
 from weights.store.usage import PagesInUse
+
+log = logging.getLogger(__name__)
 
 
 class GpuDevice(SeparateDevice):
@@ -112,10 +115,24 @@ class GpuDevice(SeparateDevice):
     def remove(self, arena: PagedArena) -> None:
         """Release an arena's units, and free those beyond the limit, cheapest to load first."""
         super().remove(arena)
+        self._limit()
+        self._measure_others()
+
+    def unhold(self, holder: str) -> None:
+        """Release the units of `hold`, and free those beyond the limit."""
+        with self.changed:
+            has_held = holder in self._opening
+        super().unhold(holder)
+        if has_held:
+            try:
+                self._limit()
+            except DeviceFailed as e:  # of a broken context, whose memory is freed with the process
+                log.warning("failed to free units beyond the limit", extra={"device": self.device_id, "error": e.message})
+
+    def _limit(self) -> None:
         with self.changed:
             self._pages.limit_reusable(self._reuse_pages)
             self._units.free(self._pages.store.free)
-        self._measure_others()
 
     def pages(self) -> PagesInUse:
         """Return how the pages are used now. Those that others have the memory of do not count."""

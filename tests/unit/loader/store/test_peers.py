@@ -62,15 +62,15 @@ class CpuNode(Node):
 
 
 class GpuNode(Node):
-    def __init__(self, *, peer: float | None = None, verify: bool = False) -> None:
+    def __init__(self, *, peer: float | None = None, verify: bool = False, reuse_pages: int | None = None) -> None:
         known = KnownUnits()
-        self.gpus = self.make_gpus(known, verify=verify)
+        self.gpus = self.make_gpus(known, verify=verify, reuse_pages=reuse_pages)
         pacers = {frozenset(("cuda:0", "cuda:1")): Pacer(peer)} if peer is not None else {}
         self.devices = NodeDevices({}, self.gpus.devices, known, pacers)
         self.one, self.two = self._open("cuda:0"), self._open("cuda:1")
 
-    def make_gpus(self, known: KnownUnits, *, verify: bool) -> Gpus:
-        return Gpus(8, 2, verify=verify, known=known)
+    def make_gpus(self, known: KnownUnits, *, verify: bool, reuse_pages: int | None = None) -> Gpus:
+        return Gpus(8, 2, verify=verify, known=known, reuse_pages=reuse_pages)
 
     def _open(self, device_id: str) -> SeparateDevice:
         found = self.devices.get(device_id)
@@ -214,6 +214,18 @@ def test_gpus_copy_over_their_link_where_they_have_one(has_links: bool) -> None:
     check(arena, model)
     assert node.gpus.driver.peer_copies == [(0, 1, TENSOR, has_links)] * 3
     assert node.gpus.driver.copies != [], "the first device got its units from host memory"
+    node.close()
+
+
+def test_units_that_were_held_for_a_copy_are_freed_beyond_the_limit_afterwards() -> None:
+    node, model = GpuNode(peer=SLOW, reuse_pages=1), Model("m", 1, 2, 3)
+    first = load(node.one, model)
+    arena = node.two.allocate(model.place())
+    first.release()
+    assert pages_of(node.one.pages()) == (5, 3, 0, 0), "held for the copy"
+    arena.release()
+    assert pages_of(node.one.pages()) == (7, 0, 1, 0)
+    assert node.gpus.virtual_memory.free_bytes(0) == 7 * PAGE_BYTES
     node.close()
 
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import socket
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +39,7 @@ from shared.contracts.loader_socket import (
 )
 from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, SegmentHeader, SegmentIndex, SegmentTensor
 from shared.contracts.stages import RankOf
-from shared.errors import CheckpointInvalid, Unreachable, from_body
+from shared.errors import CheckpointInvalid, EngineFailed, Unreachable, from_body
 from shared.mapping import map_extents
 from shared.unix_sockets import short_address
 
@@ -163,8 +165,13 @@ class Weights:
         self.close()
 
 
+_RECEIVED_BYTES = 64 * 1024
+_MOST_DESCRIPTORS = 253
+"""The kernel's limit for one message (SCM_MAX_FD)."""
+
+
 class LoaderConnection:
-    """A connection to a loader's local socket: JSON lines both ways."""
+    """A connection to a loader's local socket: JSON lines both ways, and descriptors from it."""
 
     def __init__(self, path: Path | str, timeout: float | None) -> None:
         self._path = path
@@ -176,7 +183,8 @@ class LoaderConnection:
         except OSError as e:
             self._socket.close()
             raise Unreachable(f"No loader listens at {path}: {e}; start this node's loader") from e
-        self._lines = self._socket.makefile("rb")
+        self._received = bytearray()
+        self._descriptors: deque[int] = deque()
 
     def send(self, line: bytes) -> None:
         """Send a line. Raises `Unreachable`."""
@@ -190,18 +198,42 @@ class LoaderConnection:
 
         Raises its error, or `Unreachable` if it went away or was silent for too long.
         """
-        try:
-            line = self._lines.readline(MAX_LINE_BYTES)
-        except TimeoutError as e:
-            raise Unreachable(f"The loader at {self._path} was silent for {self._socket.gettimeout()} s") from e
-        except OSError as e:
-            raise Unreachable(f"The loader at {self._path} went away: {e}") from e
-        if not line.endswith(b"\n"):
-            raise Unreachable(f"The loader at {self._path} closed the connection; ask again when it is back")
-        message = SOCKET_REPLY.validate_json(line)
+        message = SOCKET_REPLY.validate_json(self._receive_line())
         if isinstance(message, SocketError):
             raise from_body(message.error)
         return message
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """Return descriptors of the latest message. The caller closes them.
+
+        Raises:
+            EngineFailed: The loader has sent fewer.
+        """
+        if count > len(self._descriptors):
+            raise EngineFailed(f"The loader has sent {len(self._descriptors)} descriptors instead of {count}")
+        return [self._descriptors.popleft() for _ in range(count)]
+
+    def _receive_line(self) -> bytes:
+        while (end := self._received.find(b"\n")) < 0:
+            if len(self._received) > MAX_LINE_BYTES:
+                raise Unreachable(f"The loader at {self._path} sent a line of more than {MAX_LINE_BYTES} bytes")
+            try:
+                data, descriptors, flags, _ = socket.recv_fds(
+                    self._socket, _RECEIVED_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                )
+            except TimeoutError as e:
+                raise Unreachable(f"The loader at {self._path} was silent for {self._socket.gettimeout()} s") from e
+            except OSError as e:
+                raise Unreachable(f"The loader at {self._path} went away: {e}") from e
+            self._descriptors.extend(descriptors)
+            if flags & socket.MSG_CTRUNC:
+                raise EngineFailed("This process cannot take so many descriptors: raise its limit (ulimit -n)")
+            if not data:
+                raise Unreachable(f"The loader at {self._path} closed the connection; ask again when it is back")
+            self._received += data
+        line = bytes(self._received[: end + 1])
+        del self._received[: end + 1]
+        return line
 
     def interrupt(self) -> None:
         """End a `receive` in another thread: it raises `Unreachable`."""
@@ -209,5 +241,7 @@ class LoaderConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._lines.close()
+        """Close the connection, and the descriptors that were not taken."""
         self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())

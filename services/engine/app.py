@@ -213,13 +213,15 @@ class Engine(InstanceProcess):
         self._reporter.advance(BOUND, Phase.LOAD)
         self._overlap = await self._begin_overlap(bound, small, index)
         if self._overlap is not None:
-            await self._overlap.finish()
+            self._loader.on_mapped(await self._overlap.finish())
             return
         attached = await self._weights.attach(self._start.card, self._start.instance_id, "complete")
         self._timeline.absorb(attached.phases)
         if not bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has reloaded the weights; binding again")
             bound = await self._bind(partial(loading.bind_model, directory, attached, self._start, self._parts.models))
+        loading.check_device(attached)
+        bound.is_partial = attached.loaded_bytes < attached.total_bytes
         if self._start.separate_memory:
             attached = await loading.map_pages(bound, attached, self._start, self._weights, self._compute)
         if ring is not None:
@@ -253,7 +255,7 @@ class Engine(InstanceProcess):
         """Open the engine for requests while weights arrive; None if it has to wait for them."""
         if self._parts.is_shared or self._start.stage is not None or not self._mesh.nc.is_connected:  # a subscription might be lost
             return None
-        is_here = index.loaded_bytes >= index.total_bytes and not self._start.separate_memory
+        is_here = index.loaded_bytes >= index.total_bytes and not loading.has_own_memory(self._start)
         if is_here or not self._settings.engine_overlap or not loading.can_overlap(bound, self._start):
             return None
         overlap = await Overlap.begin(

@@ -135,6 +135,8 @@ class LaterStage(InstanceProcess):
         if not bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has reloaded the weights; binding again")
             bound = await self._compute(partial(loading.bind_model, directory, attached, start, self._models))
+        loading.check_device(attached)
+        bound.is_partial = attached.loaded_bytes < attached.total_bytes
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=1):
             ready = await self._compute(partial(loading.complete_part, bound, start, self._settings, attached.handle))

@@ -24,6 +24,12 @@ _LOADER_AWAY_S = 1.0
 """The loader publishes a status every second; without one the client retries after this long."""
 
 
+def holder_of(start: EngineStart) -> str:
+    """Return the name under which the loader keeps an engine's own weights."""
+    stage = start.stage
+    return start.instance_id if stage is None or stage.holder is None else stage.holder
+
+
 class LoaderClient:
     """Attaches weights for one engine process."""
 
@@ -35,8 +41,7 @@ class LoaderClient:
     @property
     def holder(self) -> str:
         """Name under which the loader keeps the engine's own weights."""
-        stage = self._start.stage
-        return self._start.instance_id if stage is None or stage.holder is None else stage.holder
+        return holder_of(self._start)
 
     def on_loader_status(self) -> None:
         """Note that the loader is running."""

@@ -16,7 +16,6 @@ from weights.formats.segment import lay_out
 from weights.sources.open import is_remote
 from weights.sources.sources import Sources
 from weights.store.residency import KnownUnits
-from weights.store.separate import SeparateDevice
 from weights.store.units import Unit, cut_units
 from weights.tiers.directory import DirectoryTier
 
@@ -27,20 +26,21 @@ class Expectations:
     """The latest `ExpectModels`.
 
     Args:
-        devices: The node's cpu devices with memory of their own.
+        price_by: Sets the likelihoods of loads, by weights id, for the node's devices; None: all
+            weights are equally likely.
         known: The units of weights, to which the hashes of indexes are added.
         threads: Reads indexes.
     """
 
     def __init__(
         self,
-        devices: Mapping[str, SeparateDevice],
+        price_by: Callable[[Mapping[str, float] | None], None],
         known: KnownUnits,
         sources: Sources,
         threads: Executor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._devices, self._known, self._sources, self._threads, self._clock = devices, known, sources, threads, clock
+        self._price_by, self._known, self._sources, self._threads, self._clock = price_by, known, sources, threads, clock
         self._until: float | None = None
         self._read: set[str] = set()
         self._reading: Future[None] | None = None
@@ -52,8 +52,7 @@ class Expectations:
         for m in command.models:
             likelihoods[m.weights_id] = max(likelihoods.get(m.weights_id, 0.0), m.likelihood * m.latency_sensitivity)
         self._until = self._clock() + command.valid_s
-        for device in self._devices.values():
-            device.expect(likelihoods)
+        self._price_by(likelihoods)
         with self._lock:
             self._read &= likelihoods.keys()
             new = [m for m in command.models if m.weights_id not in self._read]
@@ -64,8 +63,7 @@ class Expectations:
         """Treat all models as equally likely if the latest command is too old."""
         if self._until is not None and self._clock() >= self._until:
             self._until = None
-            for device in self._devices.values():
-                device.expect(None)
+            self._price_by(None)
 
     def _read_indexes(self, models: list[ExpectedModel]) -> None:
         for m in models:

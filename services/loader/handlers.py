@@ -62,7 +62,7 @@ from shared.contracts.loader import (
     ReleaseWeights,
     WeightsAttached,
 )
-from shared.contracts.loader_socket import SocketMap
+from shared.contracts.loader_socket import SocketFollow, SocketMap
 from shared.contracts.models import ModelCard
 from shared.contracts.node import WEIGHTS_ON_GPU, InstanceState, NodeStatus
 from shared.contracts.segment import ByteRange, GpuUnitsHandle
@@ -106,7 +106,7 @@ class Loader:
         self._inspections = ThreadPoolExecutor(_INSPECTIONS_AT_ONCE, thread_name_prefix="inspect")
         self._inspecting = Inspections(sources, self._inspections)
         copies = self._loop.runs.copies
-        self._expectations = Expectations(copies.separate, copies.known, sources, self._inspections) if copies is not None else None
+        self._expectations = Expectations(copies.expect, copies.known, sources, self._inspections) if copies is not None else None
 
     @property
     def changed(self) -> asyncio.Event:
@@ -304,7 +304,8 @@ class Loader:
     async def follow(self, instance_id: str, weights_id: str) -> AsyncIterator[Sequence[Arrival]]:
         """Yield what arrives of weights where `instance_id` computes, until all is there.
 
-        Raises `NotFound` if the instance has not attached them, and the error of the load.
+        Raises `NotFound` if the instance has not attached them, or if the device has no units, and
+        the error of the load.
         """
         entry, count, arrivals = self._get_held_entry(instance_id, weights_id), 0, None
         run, device = entry.run, device_of(entry, instance_id)
@@ -320,6 +321,8 @@ class Loader:
             is_complete = has_reached(entry, instance_id, "complete")
             if arrivals is None:
                 arrivals = self._arrivals(run, device, entry)
+            if arrivals is not None and arrivals.is_unreported:
+                raise NotFound(f"{device} has no units: engines use the weights there when all are loaded")
             if arrivals is not None and (found := arrivals.list_after(count)):
                 count += len(found)
                 yield found
@@ -349,6 +352,20 @@ class Loader:
             units = tuple(range(first, min(first + _UNITS_AT_ONCE, len(handle.units))))
             yield units, partial(copies.export, entry.run, device, units, pid)
             first += len(units)
+
+    def export_arrived(self, ask: SocketFollow, units: tuple[int, ...], pid: int) -> Callable[[], list[int]]:
+        """Return the function that returns descriptors of units that `follow` has yielded.
+
+        As of `export_units`.
+
+        Raises:
+            NotFound: The instance does not hold the weights any more.
+        """
+        entry, copies = self._get_held_entry(ask.instance_id, ask.weights_id), self._loop.runs.copies
+        device = device_of(entry, ask.instance_id)
+        if copies is None or device is None:
+            raise NotFound(f"The weights of {ask.instance_id} are not on a GPU as units. Attach again")
+        return partial(copies.export, entry.run, device, units, pid)
 
     def _arrivals(self, run: int, device: str | None, entry: Entry) -> Arrivals | None:
         runs = self._loop.runs

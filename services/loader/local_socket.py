@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -110,13 +110,8 @@ class LocalReaders:
                 await self._serve_units(ask, writer)
 
     async def _serve_units(self, ask: SocketMap, writer: asyncio.StreamWriter) -> None:
-        pid = peer_process(writer)
-        if pid is None:
-            raise EngineFailed("The engine's process is not visible to the loader: they must share the PID namespace")
-        for units, export in self._loader.export_units(ask, pid):
-            line = SocketDescriptors(units=units).model_dump_json().encode() + b"\n"
-            # The thread closes what it is given, also if the engine disconnects meanwhile.
-            await asyncio.shield(asyncio.to_thread(send_descriptors, open_again(writer), line, export))
+        for units, export in self._loader.export_units(ask, _visible_process(writer)):
+            await _send_directly(writer, SocketDescriptors(units=units), export)
         await _send(writer, SocketComplete(loaded_bytes=0))
 
     async def _serve_hold(self, holder: str, ask: SocketAttach, writer: asyncio.StreamWriter) -> None:
@@ -141,15 +136,38 @@ class LocalReaders:
         await _send(writer, SocketComplete(loaded_bytes=attached.total_bytes))
 
     async def _serve_follower(self, ask: SocketFollow, writer: asyncio.StreamWriter) -> None:
+        pid: int | None = None
         async for found in self._loader.follow(ask.instance_id, ask.weights_id):
             for layout in (a for a in found if isinstance(a, PagesLayout)):
-                await _send(writer, SocketPages(layout=layout))
+                pid = _visible_process(writer) if layout.bus_id is not None else None
+                await _send_directly(writer, SocketPages(layout=layout))
             if ranges := tuple(a for a in found if isinstance(a, ByteRange)):
                 await _send(writer, SocketArrived(ranges=ranges))
             units = [a for a in found if isinstance(a, UnitPages)]
-            for first in range(0, len(units), _UNITS_AT_ONCE):
-                await _send(writer, SocketUnits(units=tuple(units[first : first + _UNITS_AT_ONCE])))
+            for some in (tuple(units[first : first + _UNITS_AT_ONCE]) for first in range(0, len(units), _UNITS_AT_ONCE)):
+                if pid is None:
+                    await _send(writer, SocketUnits(units=some))
+                    continue
+                numbers = tuple(u.unit for u in some)
+                export = self._loader.export_arrived(ask, numbers, pid)
+                await _send_directly(writer, SocketDescriptors(units=numbers), export)
         await _send(writer, SocketComplete(loaded_bytes=0))
+
+
+def _visible_process(writer: asyncio.StreamWriter) -> int:
+    """Return the process that is connected. Raises `EngineFailed` if the loader cannot see it."""
+    if (pid := peer_process(writer)) is None:
+        raise EngineFailed("The engine's process is not visible to the loader: they must share the PID namespace")
+    return pid
+
+
+async def _send_directly(writer: asyncio.StreamWriter, message: Message, export: Callable[[], Sequence[int]] = lambda: ()) -> None:
+    """Send a message, and descriptors with it. Nothing may be queued in the writer.
+
+    The thread closes the descriptors, also if the engine disconnects meanwhile.
+    """
+    line = message.model_dump_json().encode() + b"\n"
+    await asyncio.shield(asyncio.to_thread(send_descriptors, open_again(writer), line, export))
 
 
 async def _send(writer: asyncio.StreamWriter, message: Message) -> None:

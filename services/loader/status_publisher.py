@@ -91,7 +91,7 @@ def pretouch(progress: Pretouch) -> PretouchStatus:
 
 
 def memory(pages: Iterable[PagesInUse], violations: Mapping[str, tuple[str, ...]]) -> tuple[DeviceMemory, ...]:
-    """Make the status of the cpu devices with memory of their own.
+    """Make the status of the devices that keep units.
 
     `violations`: of the latest audit, by device.
     """
@@ -109,7 +109,7 @@ def memory(pages: Iterable[PagesInUse], violations: Mapping[str, tuple[str, ...]
             paced_bytes_per_second=p.paced_bytes_per_second,
             peer_bytes=p.peer_bytes,
             numa_node=p.numa_node,
-            is_lending=True,
+            is_lending=p.is_lending,
             kv=tuple(
                 KvOnDevice(
                     instance_id=k.instance_id,

@@ -323,7 +323,7 @@ class LoaderView(Frozen):
     ssd_bytes: int = Field(default=0, description="As in `LoaderStatus`.")
     bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
     links: tuple[LinkStatus, ...] = ()
-    memory: tuple[DeviceMemory, ...] = Field(default=(), description="Of cpu devices with memory of their own.")
+    memory: tuple[DeviceMemory, ...] = Field(default=(), description="Of devices that keep units.")
     loads: tuple[LoadView, ...] = Field(default=(), description="Loads in progress.")
 
 

@@ -112,7 +112,8 @@ class WeightsAttached(Message):
         default=None, description="The weights in the memory of the device that was asked for; None: copy them there."
     )
     device_error: ErrorBody | None = Field(
-        default=None, description="Why a cpu device with memory of its own does not have them; the engine fails with it."
+        default=None,
+        description="Why the device does not have them, where the engine cannot take them from host memory; it fails with this.",
     )
     boot_id: str = Field(default="", description="Of the loader. What it has on a GPU ends with it.")
 
@@ -339,7 +340,10 @@ class WeightsOnDevice(Frozen):
 
 
 class DeviceMemory(Frozen):
-    """The memory of a cpu device that is separate, in pages of 2 MiB.
+    """The memory of a device that keeps units, in pages of 2 MiB.
+
+    That is a separate cpu device, or a GPU whose units stay (`THAW_CUDA_REUSE_BYTES`), from its
+    first load on. What engines have allocated themselves on a GPU is not in these figures.
 
     Free, mapped, reusable and lent bytes are `total_bytes` together. A unit counts once, however
     many models share it.
@@ -417,7 +421,7 @@ class LoaderStatus(Message):
     bytes_per_second: float | None = Field(default=None, description="Measured by the latest loads.")
     read_bytes: int = Field(default=0, description="Of weights, read from disks and remote sources by loads since its start.")
     links: tuple[LinkStatus, ...] = ()
-    memory: tuple[DeviceMemory, ...] = Field(default=(), description="Of cpu devices with memory of their own.")
+    memory: tuple[DeviceMemory, ...] = Field(default=(), description="Of devices that keep units.")
     cached: tuple[CachedModel, ...] = ()
     prefetches: tuple[PrefetchStatus, ...] = ()
     dram_bytes: int = Field(

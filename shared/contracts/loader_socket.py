@@ -13,8 +13,9 @@ the rest arrives (Torpor, section 4.3):
 
     engine → loader    one `SocketFollow`
     loader → engine    `SocketArrived` as bytes arrive in host memory; or, for a device with memory
-                       of its own, `SocketPages` and then `SocketUnits` as units arrive there;
-                       `SocketComplete` when all are; or `SocketError`
+                       of its own, `SocketPages` and then `SocketUnits` as units arrive there, or
+                       `SocketDescriptors` if the layout is a GPU's; `SocketComplete` when all are;
+                       or `SocketError`
 
 An engine whose handle is a `GpuUnitsHandle` maps the units:
 

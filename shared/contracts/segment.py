@@ -125,6 +125,9 @@ class PagesLayout(Frozen):
     nbytes: int = Field(description="Length of the range.")
     file: str = Field(description="As of `PagesHandle`.")
     units: tuple[MappedUnit, ...]
+    bus_id: str | None = Field(
+        default=None, description="As of `CudaIpcHandle`: the units are a GPU's, each with a descriptor; None: pages of `file`."
+    )
 
 
 class UnitPages(Frozen):

@@ -5,12 +5,18 @@ The store behaves as on the stand-in, and other processes map its units through 
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from services.engine.model.arriving import Follower
+from services.engine.model.gpu_units import ArrivingUnits
 from services.loader.local_socket import LocalReaders, listening
+from shared.contracts.loader import AttachWeights, WeightsAttached
+from shared.contracts.segment import PagesLayout
 from shared.errors import DeviceMissing, InsufficientMemory
 from tests.unit.loader.devices.behaviour import DeviceBehaviour, Host
 from tests.unit.loader.devices.test_live import GROUP
@@ -89,11 +95,39 @@ async def test_processes_map_units_which_outlive_their_instance(bench: RealBench
     card = await model(bench, tmp_path / "m", 1, 2, 3, 4, 5)
     path = tmp_path / "loader.sock"
     async with listening(path, LocalReaders(bench.loader, shm.SHM, "socket")):
+        first: list[str] = []
         for instance in ("a", "b"):
             found = await bench.load(instance, card)
             engine = Engine(path, instance, found, "real")
-            assert await engine.seen() == bench.units(found)
+            first = first or bench.units(found)  # the second load reads no more than the GPU lacks
+            assert await engine.seen() == first
             await engine.kill()
             await bench.release(instance)
             assert bench.used_pages() == (0, REUSE_PAGES)
     assert bench.device.pages().copied_bytes == (5 + 5 - REUSE_PAGES) * PAGE_BYTES
+
+
+async def test_units_are_mapped_at_addresses_that_torch_knows_before(bench: RealBench, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch here has no CUDA")
+    card, path = await model(bench, tmp_path / "m", 1, 2, 3, 4, 5), tmp_path / "loader.sock"
+    loop = asyncio.get_running_loop()
+    laid_out: asyncio.Future[PagesLayout | None] = loop.create_future()
+
+    def report(layout: PagesLayout | None) -> None:
+        loop.call_soon_threadsafe(laid_out.set_result, layout)
+
+    async with listening(path, LocalReaders(bench.loader, shm.SHM, "socket")), asyncio.timeout(120):
+        index = await bench.loader.handle(AttachWeights(instance_id="a", card=card, until="index", device="cuda:0"))
+        assert isinstance(index, WeightsAttached)
+        follower = await asyncio.to_thread(Follower, path, "a", index.weights_id, report)
+        layout = await laid_out
+        assert layout is not None
+        found = await bench.load("a", card)
+        await asyncio.to_thread(follower.arriving.wait, [(u.offset, u.offset + u.nbytes) for u in layout.units])
+        await asyncio.to_thread(follower.end)
+    units = follower.pages
+    assert isinstance(units, ArrivingUnits)
+    mapped = [units.memory[u.start : u.start + u.nbytes].cpu().numpy().tobytes() for u in layout.units]
+    assert [hashlib.sha256(unit).hexdigest() for unit in mapped] == bench.units(found)

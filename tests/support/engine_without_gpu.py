@@ -1,4 +1,4 @@
-"""An engine whose CUDA IPC handles name files under /dev/shm.
+"""An engine whose CUDA IPC handles name files under /dev/shm, and which maps the stand-in's units.
 
 Run `python -m tests.support.engine_without_gpu SPEC`.
 """
@@ -14,6 +14,7 @@ import torch
 from services.engine import __main__
 from services.engine.model import device_segment
 from shared.contracts.segment import CudaIpcHandle
+from tests.support import mapped_gpu_units
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -25,4 +26,5 @@ def opened(handle: CudaIpcHandle) -> torch.Tensor:
 
 if __name__ == "__main__":
     device_segment.open_on_gpu = opened
+    mapped_gpu_units.install()
     sys.exit(__main__.main())

@@ -14,7 +14,7 @@ import itertools
 import mmap
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.errors import DeviceFailed, InsufficientMemory
@@ -32,11 +32,12 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass
 class Mapping:
-    """`access`: None until it is set, then "r" or "rw"."""
+    """`access`: "r" or "rw" by device. `device`: of the memory; None: another process's."""
 
     nbytes: int
     inode: int
-    access: str | None = None
+    device: int | None = None
+    access: dict[int, str] = field(default_factory=dict)
 
 
 class FakeVirtualMemory:
@@ -44,13 +45,14 @@ class FakeVirtualMemory:
 
     Attributes:
         granularity_bytes: What sizes and addresses are multiples of.
+        has_links: Devices can access the memory of each other.
         reservations: Reserved ranges by their first address.
         mappings: By their first address.
         handles: Descriptors by allocation.
     """
 
     def __init__(self, total_bytes: int = 64 * 1024 * 1024, devices: int = 1, granularity_bytes: int = GRANULARITY) -> None:
-        self.granularity_bytes = granularity_bytes
+        self.granularity_bytes, self.has_links = granularity_bytes, True
         self.reservations: dict[int, int] = {}
         self.mappings: dict[int, Mapping] = {}
         self.handles: dict[Allocation, int] = {}
@@ -145,7 +147,8 @@ class FakeVirtualMemory:
             if self._within(address, nbytes):
                 raise _invalid("cuMemMap", "memory is mapped there already")
             _mmap(address, nbytes, fd)
-            self.mappings[address] = Mapping(nbytes, os.fstat(fd).st_ino)
+            inode = os.fstat(fd).st_ino
+            self.mappings[address] = Mapping(nbytes, inode, self._created.get(inode, (None, 0))[0])
 
     def unmap(self, address: int, nbytes: int) -> None:
         with self._lock:
@@ -162,18 +165,22 @@ class FakeVirtualMemory:
             inside = all(address <= a and a + m.nbytes <= address + nbytes for a, m in found.items())
             if not inside or sum(m.nbytes for m in found.values()) != nbytes:
                 raise _invalid("cuMemSetAccess", "the range is not made of whole mappings")
-            if _libc.mprotect(address, nbytes, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)):
-                raise _invalid("cuMemSetAccess", os.strerror(ctypes.get_errno()))
-            for mapping in found.values():
-                mapping.access = "rw" if writable else "r"
+            if not self.has_links and any(m.device not in (None, device) for m in found.values()):
+                raise _invalid("cuMemSetAccess", "the device has no access to the other one's memory")
+            for at, mapping in found.items():
+                mapping.access[device] = "rw" if writable else "r"
+                # The kernel has one right for all devices: the greatest.
+                rights = mmap.PROT_READ | (mmap.PROT_WRITE if "rw" in mapping.access.values() else 0)
+                if _libc.mprotect(at, mapping.nbytes, rights):
+                    raise _invalid("cuMemSetAccess", os.strerror(ctypes.get_errno()))
 
-    def can_access(self, address: int, nbytes: int, *, writable: bool) -> bool:
+    def can_access(self, address: int, nbytes: int, *, writable: bool, device: int = 0) -> bool:
         """True if the device may read, or write, the whole range."""
         with self._lock:
             found = self._within(address, nbytes)
             wanted = ("rw",) if writable else ("r", "rw")
-            covered = sum(min(address + nbytes, a + m.nbytes) - max(address, a) for a, m in found.items() if m.access in wanted)
-            return covered == nbytes
+            there = {a: m for a, m in found.items() if m.access.get(device) in wanted}
+            return sum(min(address + nbytes, a + m.nbytes) - max(address, a) for a, m in there.items()) == nbytes
 
     # -- checks ------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""A loader whose weights arrive when a test says so, and which reports them to followers."""
+"""A loader whose weights arrive when a test says so, and which reports them to followers.
+
+To host memory, to a separate cpu device, or to a GPU by the stand-in driver.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,22 @@ import asyncio
 import contextlib
 import ctypes
 import itertools
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from services.loader.adapters.descriptors import open_again, peer_process, send_descriptors
 from services.loader.kv_lending import KvLending
 from shared.contracts.loader import AttachWeights, WeightsAttached
 from shared.contracts.loader_socket import (
     SocketArrived,
     SocketBorrow,
     SocketComplete,
+    SocketDescriptors,
     SocketFollow,
+    SocketMap,
     SocketPages,
     SocketUnits,
     loader_socket,
@@ -25,22 +33,31 @@ from shared.contracts.segment import ByteRange
 from shared.errors import ThawError
 from shared.messaging import Mesh
 from tests.support.segments import FakeLoader, WrittenSegment
+from tests.unit.loader.store.gpu import Gpus
 from weights.devices.port import Contents, Place
 from weights.formats.execution_order import execution_rank
 from weights.store.arena import PagedArena
+from weights.store.gpu_device import GpuDevice
 from weights.store.separate import SeparateDevice
+from weights.store.units import PAGE_BYTES
 
 _names = itertools.count(1)
-_ASK: TypeAdapter[SocketFollow | SocketBorrow] = TypeAdapter(SocketFollow | SocketBorrow)
+_ASK: TypeAdapter[SocketFollow | SocketBorrow | SocketMap] = TypeAdapter(SocketFollow | SocketBorrow | SocketMap)
 
 
 class FollowedLoader(FakeLoader):
-    """Serves one model. With `pages`, to a separate cpu device of its own of that many bytes."""
+    """Serves one model. With `pages`, to a device of its own of that many bytes.
 
-    def __init__(self, mesh: Mesh, node: str, home: Path, directory: Path, *, pages: int = 0) -> None:
+    `on_gpu`: the device is a GPU, and no separate cpu device.
+    """
+
+    def __init__(self, mesh: Mesh, node: str, home: Path, directory: Path, *, pages: int = 0, on_gpu: bool = False) -> None:
         super().__init__(mesh, node, hold=True)
         self._socket = loader_socket(home / "nodes" / node)
-        self._pages = pages
+        self._pages, self._on_gpu = pages, on_gpu
+        self._gpus: list[Gpus] = []
+        self.descriptors = 0
+        """Descriptors that were sent."""
         self.segment = self._segments[str(directory)] = WrittenSegment(directory)
         complete = WrittenSegment(directory).write()
         self._bytes = ctypes.create_string_buffer(complete.path.read_bytes(), self.segment.total_bytes)
@@ -55,15 +72,23 @@ class FollowedLoader(FakeLoader):
         self._restart()
 
     def _restart(self) -> None:
+        self._boot_id = f"boot-{next(_names)}"
         self.device: SeparateDevice | None = None
         self._lending: KvLending | None = None
         self.arena: PagedArena | None = None
         if self._pages:
-            name = f"thaw-test-followed-{self.segment.name}-{next(_names)}"
-            self.device = SeparateDevice("cpu:1", self._pages, name)
-            self._lending = KvLending({"cpu:1": self.device})
+            self.device = self._open_gpu() if self._on_gpu else self._open_separate()
             contents = Contents(self.segment.index.tensors, {}, "demo")
             self.arena = self.device.allocate(Place("test", self.segment.total_bytes, "", contents=contents))
+
+    def _open_separate(self) -> SeparateDevice:
+        device = SeparateDevice("cpu:1", self._pages, f"thaw-test-followed-{self.segment.name}-{next(_names)}")
+        self._lending = KvLending({"cpu:1": device})
+        return device
+
+    def _open_gpu(self) -> GpuDevice:
+        self._gpus.append(Gpus(self._pages // PAGE_BYTES))
+        return self._gpus[-1].get("cuda:0")
 
     async def start(self) -> None:
         await super().start()
@@ -74,6 +99,13 @@ class FollowedLoader(FakeLoader):
         ask = _ASK.validate_json(await reader.readline())
         if isinstance(ask, SocketFollow):
             await self._follow(writer)
+        elif isinstance(ask, SocketMap):
+            assert self.arena is not None
+            with contextlib.suppress(ConnectionError):
+                await self._send_units(writer, range(len(self.arena.units)))
+                writer.write(SocketComplete(loaded_bytes=0).model_dump_json().encode() + b"\n")
+                await writer.drain()
+            writer.close()
         elif self._lending is not None:
             self._borrowers.append(writer)
             with contextlib.suppress(OSError):  # the test has ended
@@ -88,7 +120,10 @@ class FollowedLoader(FakeLoader):
                 writer.write(SocketPages(layout=self.arena.layout()).model_dump_json().encode() + b"\n")
                 while units := await asyncio.to_thread(self.arena.wait_units, sent):
                     sent += len(units)
-                    writer.write(SocketUnits(units=units).model_dump_json().encode() + b"\n")
+                    if self._on_gpu:
+                        await self._send_units(writer, [u.unit for u in units])
+                    else:
+                        writer.write(SocketUnits(units=units).model_dump_json().encode() + b"\n")
             else:
                 while sent < len(self._order):
                     async with self._news:
@@ -101,6 +136,18 @@ class FollowedLoader(FakeLoader):
                     writer.write(SocketArrived(ranges=ranges).model_dump_json().encode() + b"\n")
             writer.write(SocketComplete(loaded_bytes=0).model_dump_json().encode() + b"\n")
             await writer.drain()
+
+    async def _send_units(self, writer: asyncio.StreamWriter, units: Sequence[int]) -> None:
+        """Send descriptors of units on the GPU."""
+        pid = peer_process(writer)
+        assert isinstance(self.device, GpuDevice)
+        assert self.arena is not None
+        assert pid is not None
+        line = SocketDescriptors(units=tuple(units)).model_dump_json().encode() + b"\n"
+        export = partial(self.device.export, self.arena, units, pid)
+        with contextlib.suppress(ThawError):  # the engine has disconnected
+            await asyncio.to_thread(send_descriptors, open_again(writer), line, export)
+            self.descriptors += len(units)
 
     async def send(self, share: float) -> None:
         """Let the tensors arrive, in execution order, up to this share of them."""
@@ -144,7 +191,7 @@ class FollowedLoader(FakeLoader):
         found = await super()._attach(command)
         if self.arena is not None and command.until == "complete":
             found = found.model_copy(update={"handle": self.arena.handle()})
-        return found.model_copy(update={"loaded_bytes": 0})
+        return found.model_copy(update={"loaded_bytes": 0, "boot_id": self._boot_id})
 
     async def stop(self) -> None:
         self.disconnect()
@@ -155,6 +202,8 @@ class FollowedLoader(FakeLoader):
         self._server.close()
         if self.device is not None:
             await asyncio.to_thread(self.device.close)
+        for gpus in self._gpus:
+            await asyncio.to_thread(gpus.close)
         self.close()
 
 

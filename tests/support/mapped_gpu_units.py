@@ -18,12 +18,12 @@ import torch
 
 from services.engine.model import gpu_units
 from shared.contracts.segment import GpuUnitsHandle
-from tests.support.fake_virtual_memory import FakeVirtualMemory
+from tests.support.fake_virtual_memory import GRANULARITY, FakeVirtualMemory
 
 
 @contextmanager
 def gpu_memory(_: str) -> Iterator[tuple[FakeVirtualMemory, torch.device]]:
-    yield FakeVirtualMemory(0), torch.device("cpu")
+    yield FakeVirtualMemory(GRANULARITY), torch.device("cpu")
 
 
 def see_as_bytes(address: int, nbytes: int, _: torch.device) -> tuple[torch.Tensor, object]:

@@ -82,6 +82,12 @@ class CudaRuntime:
         kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._call(self._rt.cudaMemcpyAsync, to_device, from_host, nbytes, kind, stream)
 
+    def can_access_peer(self, index: int, peer: int) -> bool:
+        return bool(self._call(self._rt.cudaDeviceCanAccessPeer, index, peer))
+
+    def copy_from_peer(self, to_device: int, index: int, from_device: int, peer: int, nbytes: int, stream: Stream) -> None:
+        self._call(self._rt.cudaMemcpyPeerAsync, to_device, index, from_device, peer, nbytes, stream)
+
     def copy_back(self, to_host: int, from_device: int, nbytes: int) -> None:
         self._call(self._rt.cudaMemcpy, to_host, from_device, nbytes, self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost)
 

@@ -79,6 +79,17 @@ class CudaDriver(Protocol):
         """Queue a copy; asynchronous if the host memory is page-locked."""
         ...
 
+    def can_access_peer(self, index: int, peer: int) -> bool:
+        """True if the device can read the memory of the device `peer` without the host."""
+        ...
+
+    def copy_from_peer(self, to_device: int, index: int, from_device: int, peer: int, nbytes: int, stream: Stream) -> None:
+        """Queue a copy from the device `peer` to the device `index`, whose stream it is.
+
+        The driver copies through host memory where the device may not read the other's memory.
+        """
+        ...
+
     def copy_back(self, to_host: int, from_device: int, nbytes: int) -> None:
         """Copy and wait: for checks."""
         ...

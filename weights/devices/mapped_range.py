@@ -56,6 +56,20 @@ class MappedRange:
         finally:
             self._memory.release(imported)
 
+    def unmap(self, start: int) -> None:
+        """Undo the mapping that begins at byte `start`. No work may use it any more."""
+        at = self.address + start
+        self._memory.unmap(at, self._mapped.pop(at))
+
+    def share(self, device: int) -> None:
+        """Let another device read everything that is mapped.
+
+        Raises:
+            DeviceFailed: That device cannot access the memory.
+        """
+        for at, nbytes in self._mapped.items():
+            self._memory.set_access(at, nbytes, device, writable=False)
+
     def close(self) -> None:
         """Unmap everything, and give the addresses back. No work may use them any more."""
         for at, nbytes in self._mapped.items():

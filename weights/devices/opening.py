@@ -98,6 +98,13 @@ class Devices:
     def opened(self) -> tuple[Device, ...]:
         return tuple(self._open.values())
 
+    @property
+    def unopened(self) -> tuple[str, ...]:
+        """Return the devices that are not open, once one is: the driver is not loaded before."""
+        driver = self._driver
+        every = range(driver.count()) if driver is not None and self._open else ()
+        return tuple(name for name in (f"cuda:{i}" for i in every) if name not in self._open)
+
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock a chunk, once a device is open.
 

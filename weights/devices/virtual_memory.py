@@ -68,5 +68,8 @@ class VirtualMemory(Protocol):
         ...
 
     def set_access(self, address: int, nbytes: int, device: int, *, writable: bool) -> None:
-        """Let the device access a range that is completely mapped."""
+        """Let a device access a range that is completely mapped; the rights of others stay.
+
+        Another device than the allocation's needs peer access (`CudaDriver.can_access_peer`).
+        """
         ...

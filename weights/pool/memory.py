@@ -138,7 +138,8 @@ class PoolMemory:
         _libc.madvise(self._address + offset, length, _MADV_POPULATE_WRITE)
         if offset % self.chunk_bytes <= self._ready.get(chunk, 0):
             self._ready[chunk] = end
-        if end == self.chunk_bytes and self._on_populated is not None:
+        # A chunk of a partial load has memory in parts: page-locking it would fill the gaps.
+        if self._ready.get(chunk, 0) >= self.chunk_bytes and self._on_populated is not None:
             self._on_populated(self._address + chunk * self.chunk_bytes, self.chunk_bytes)
         return None if had else "huge" if is_huge else "small"
 
@@ -231,6 +232,8 @@ class PoolMemory:
         """
         for chunk in range(offset // self.chunk_bytes, -(-(offset + length) // self.chunk_bytes)):
             self._ready.pop(chunk, None)
+            if self._on_punch is not None:  # a device would read the freed pages in later copies
+                self._on_punch(self._address + chunk * self.chunk_bytes, self.chunk_bytes)
         with self._blocks.counting():
             before = self.count_allocated()
             if _libc.fallocate(self._fd, _PUNCH_HOLE, offset, length):

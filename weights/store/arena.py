@@ -31,6 +31,9 @@ class ArenaOwner(Protocol):
     @property
     def file(self) -> str: ...
 
+    @property
+    def bus_id(self) -> str | None: ...
+
     def handle_of(self, arena: PagedArena) -> PagesHandle | GpuUnitsHandle: ...
     def pages_of(self, arena: PagedArena, indexes: Sequence[int]) -> tuple[UnitPages, ...]: ...
     def remove(self, arena: PagedArena) -> None: ...
@@ -145,7 +148,8 @@ class PagedArena:
         units = tuple(
             MappedUnit(offset=u.offset, nbytes=u.nbytes, start=start) for u, start in zip(self.units, places.starts, strict=True)
         )
-        return PagesLayout(device=self._device.device_id, nbytes=places.nbytes, file=self._device.file, units=units)
+        device = self._device
+        return PagesLayout(device=device.device_id, nbytes=places.nbytes, file=device.file, units=units, bus_id=device.bus_id)
 
     def handle(self) -> PagesHandle | GpuUnitsHandle | None:
         with self._device.changed:

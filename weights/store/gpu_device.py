@@ -5,20 +5,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from shared.contracts.segment import GpuUnitsHandle
-from shared.errors import NotFound
+from shared.contracts.segment import GpuUnitsHandle, UnitPages
+from shared.errors import DeviceFailed, NotFound
 from weights.devices.cuda_virtual_memory import load_virtual_memory
 from weights.devices.driver import CudaDriver, DeviceFacts
 from weights.devices.pinning import Pins
+from weights.devices.port import Place, Priority
 from weights.devices.virtual_memory import VirtualMemory
 from weights.store.arena import PagedArena
+from weights.store.auditing import Audit
 from weights.store.gpu_memory import GpuMemory
 from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
 from weights.store.units import PAGE_BYTES
+from weights.store.usage import PagesInUse
+
+log = logging.getLogger(__name__)
 
 
 class GpuDevice(SeparateDevice):
@@ -56,6 +64,8 @@ class GpuDevice(SeparateDevice):
             group_bytes=group_bytes,
             memory=self._units,
         )
+        self._others_bytes = 0
+        self._measure_others()
 
     def pin(self, address: int, nbytes: int) -> None:
         self._driver.use(self._facts.index)
@@ -64,19 +74,32 @@ class GpuDevice(SeparateDevice):
     def unpin(self, address: int) -> None:
         self._pins.unpin(address)
 
+    @property
+    def bus_id(self) -> str:
+        return self._facts.bus_id
+
+    def pages_of(self, arena: PagedArena, indexes: Sequence[int]) -> tuple[UnitPages, ...]:
+        """Return these units without extents: engines map them by descriptor."""
+        return tuple(UnitPages(unit=i, extents=()) for i in indexes)
+
     def handle_of(self, arena: PagedArena) -> GpuUnitsHandle:
         layout = arena.layout()
         return GpuUnitsHandle(device=layout.device, nbytes=layout.nbytes, bus_id=self._facts.bus_id, units=layout.units)
 
+    def allocate(self, place: Place, priority: Priority = Priority.REQUEST) -> PagedArena:
+        arena = super().allocate(place, priority)
+        self._measure_others()
+        return arena
+
     def export(self, arena: PagedArena, indexes: Sequence[int], pid: int) -> list[int]:
-        """Return descriptors of units of a complete arena for a process. The caller closes them.
+        """Return descriptors of complete units of an arena for a process. The caller closes them.
 
         Raises:
             EngineFailed: There is no such process.
-            NotFound: The arena was released, or lacks units.
+            NotFound: The arena was released, or lacks one of the units.
         """
         with self.changed:
-            if not arena.is_open or arena.missing or not all(0 <= i < len(arena.keys) for i in indexes):
+            if not arena.is_open or not all(0 <= i < len(arena.keys) and i not in arena.missing for i in indexes):
                 raise NotFound(f"The weights are not on {self.device_id} any more. Attach again")
             stored = [self.store().units[arena.keys[i]] for i in indexes]
             found: list[int] = []
@@ -92,9 +115,43 @@ class GpuDevice(SeparateDevice):
     def remove(self, arena: PagedArena) -> None:
         """Release an arena's units, and free those beyond the limit, cheapest to load first."""
         super().remove(arena)
+        self._limit()
+        self._measure_others()
+
+    def unhold(self, holder: str) -> None:
+        """Release the units of `hold`, and free those beyond the limit."""
+        with self.changed:
+            has_held = holder in self._opening
+        super().unhold(holder)
+        if has_held:
+            try:
+                self._limit()
+            except DeviceFailed as e:  # of a broken context, whose memory is freed with the process
+                log.warning("failed to free units beyond the limit", extra={"device": self.device_id, "error": e.message})
+
+    def _limit(self) -> None:
         with self.changed:
             self._pages.limit_reusable(self._reuse_pages)
             self._units.free(self._pages.store.free)
+
+    def pages(self) -> PagesInUse:
+        """Return how the pages are used now. Those that others have the memory of do not count."""
+        used = super().pages()
+        others = min(self._others_bytes, used.free_bytes) // PAGE_BYTES * PAGE_BYTES
+        return replace(used, total_bytes=used.total_bytes - others, free_bytes=used.free_bytes - others, is_lending=False)
+
+    def audit_mapped(self) -> Audit:
+        self._measure_others()
+        return super().audit_mapped()
+
+    def _measure_others(self) -> None:
+        """Measure what others have allocated on the device: engines, and CUDA itself. Blocks."""
+        with contextlib.suppress(DeviceFailed):  # of a broken context, which the next copy reports
+            before = self._units.allocated_bytes()
+            self._driver.use(self._facts.index)
+            in_use = self._facts.total_bytes - self._driver.free_bytes()
+            # Other threads of the loader allocate and free units meanwhile.
+            self._others_bytes = max(0, in_use - max(before, self._units.allocated_bytes()))
 
 
 def gpu_devices(

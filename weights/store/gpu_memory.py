@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.errors import DeviceFailed, EngineFailed
-from weights.devices.driver import CudaDriver
+from weights.devices.driver import CudaDriver, Stream
 from weights.devices.mapped_range import MappedRange
 from weights.devices.pinning import Pins
 from weights.devices.virtual_memory import Allocation, VirtualMemory
+from weights.store.memory import UnitMemory, copy_by_host
 from weights.store.pages import StoredUnit
 from weights.store.receivers import Receivers
 from weights.store.units import PAGE_BYTES
@@ -28,12 +29,18 @@ _READ_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, eq=False)
 class _Unit:
-    """Memory of a unit. `filled_as`: its key while it was filled, which no other unit has."""
+    """Memory of a unit.
+
+    Attributes:
+        filled_as: Its key while it was filled, which no other unit has.
+        readers: Other devices that may read `range`.
+    """
 
     pages: tuple[int, ...]
     filled_as: str
     allocation: Allocation
     range: MappedRange
+    readers: set[int] = field(default_factory=set)
 
 
 class GpuMemory:
@@ -56,7 +63,8 @@ class GpuMemory:
                 f"Device cuda:{index} allocates by {granularity} bytes, and a page has {PAGE_BYTES}. Use arenas there"
             )
         self._driver, self._virtual_memory, self._index, self._pins = driver, virtual_memory, index, pins
-        self._stream = driver.stream(urgent=True)
+        # Copies from host memory and from another device use different engines of the device.
+        self._stream, self._peer_stream = driver.stream(urgent=True), driver.stream(urgent=True)
         self._lock = threading.Lock()
         self._by_page: dict[int, _Unit] = {}
         self._receivers: Receivers[_Unit] = Receivers()
@@ -77,9 +85,57 @@ class GpuMemory:
             raise ValueError(f"bytes {offset} to {offset + nbytes} are outside a unit of {unit.nbytes} bytes")
         self._driver.use(self._index)
         start = self._allocate(unit).range.address
-        for run in self._pins.runs(offset, address, nbytes):
-            self._driver.copy(start + run.offset, run.address, run.nbytes, self._stream)
-        self._driver.wait(self._driver.record(self._stream))
+
+        def issue() -> None:
+            for run in self._pins.runs(offset, address, nbytes):
+                self._driver.copy(start + run.offset, run.address, run.nbytes, self._stream)
+
+        self._finish(issue, self._stream)
+
+    def copy_unit(self, unit: StoredUnit, source: UnitMemory, from_unit: StoredUnit) -> None:
+        """Copy a whole unit from another device's memory, and wait.
+
+        Another GPU's memory is read over the link between both, where the devices have one.
+
+        Raises:
+            DeviceFailed: The driver failed, or the other device lacks the unit.
+            InsufficientMemory: The device is full: others than the loader allocate there.
+        """
+        if not isinstance(source, GpuMemory):
+            copy_by_host(self, unit, source, from_unit)
+            return
+        address = source.open_to(self._index, from_unit)
+        self._driver.use(self._index)
+        start = self._allocate(unit).range.address
+
+        def issue() -> None:
+            self._driver.copy_from_peer(start, self._index, address, source._index, from_unit.nbytes, self._peer_stream)
+
+        self._finish(issue, self._peer_stream)
+
+    def open_to(self, index: int, unit: StoredUnit) -> int:
+        """Let another device read a unit, if it can, and return the unit's address.
+
+        Raises:
+            DeviceFailed: There is no such unit, or the driver failed.
+        """
+        with self._lock:
+            found = self._find_locked(unit)
+            if index not in found.readers and self._driver.can_access_peer(index, self._index):
+                self._driver.use(self._index)
+                found.range.share(index)
+                found.readers.add(index)
+            return found.range.address
+
+    def _finish(self, issue: Callable[[], None], stream: Stream) -> None:
+        """Issue copies, and wait for them, also for those that were issued before an error."""
+        try:
+            issue()
+        except BaseException:
+            with suppress(DeviceFailed):
+                self._driver.wait(self._driver.record(stream))
+            raise
+        self._driver.wait(self._driver.record(stream))
 
     def views(self, unit: StoredUnit, offset: int, nbytes: int) -> Iterator[memoryview]:
         """Yield the bytes of a range of the unit, which are read back from the device."""
@@ -143,7 +199,8 @@ class GpuMemory:
             self._receivers.close()
             self._driver.use(self._index)
             self._drop(frozenset(self._by_page))
-            self._driver.destroy_stream(self._stream)
+            for stream in (self._stream, self._peer_stream):
+                self._driver.destroy_stream(stream)
 
     def _allocate(self, unit: StoredUnit) -> _Unit:
         """Return the memory of a unit that is being filled, allocated if it has none yet."""

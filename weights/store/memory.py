@@ -36,6 +36,10 @@ class UnitMemory(Protocol):
         """Yield the bytes of a range of the unit, in pieces. Each is valid until the next."""
         ...
 
+    def copy_unit(self, unit: StoredUnit, source: UnitMemory, from_unit: StoredUnit) -> None:
+        """Copy a whole unit from another device's memory, and wait."""
+        ...
+
     def free(self, pages: Iterable[int]) -> int:
         """Free the memory of pages that are in no unit. Returns the number of freed bytes."""
         ...
@@ -53,6 +57,14 @@ class UnitMemory(Protocol):
     def close(self, *, unlink: bool = False) -> None:
         """Close the memory. `unlink`: no process maps it."""
         ...
+
+
+def copy_by_host(memory: UnitMemory, unit: StoredUnit, source: UnitMemory, from_unit: StoredUnit) -> None:
+    """Copy a whole unit between two memories, through addresses of this process."""
+    offset = 0
+    for view in source.views(from_unit, 0, from_unit.nbytes):
+        memory.write(unit, offset, ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
+        offset += len(view)
 
 
 class PageMemory:
@@ -112,6 +124,10 @@ class PageMemory:
             with self._pool.view(page * PAGE_BYTES + within, length) as view:
                 yield view
             offset, nbytes = offset + length, nbytes - length
+
+    def copy_unit(self, unit: StoredUnit, source: UnitMemory, from_unit: StoredUnit) -> None:
+        """Copy a whole unit from another device's memory."""
+        copy_by_host(self, unit, source, from_unit)
 
     def free(self, pages: Iterable[int]) -> int:
         """Free the memory of pages that no process maps.

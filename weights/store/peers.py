@@ -7,7 +7,6 @@ host memory, or the link from the other device. Both links copy units in executi
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
@@ -128,10 +127,14 @@ class PeerThread:
         self._thread: threading.Thread | None = None
 
     def connect(self, peers: Mapping[str, Peer]) -> None:
-        """Copy from these devices from now on."""
-        self.peers = peers
-        self._thread = threading.Thread(target=self._run, name=f"peer-{self._target.device_id}", daemon=True)
-        self._thread.start()
+        """Copy from these devices from now on, which include those of earlier calls."""
+        with self._target.changed:
+            if self._closing:
+                return
+            self.peers = peers
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"peer-{self._target.device_id}", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """End the thread. No arena is open any more."""
@@ -274,10 +277,7 @@ class PeerThread:
             return False
         try:
             with peer.reading():
-                offset = 0
-                for view in peer.memory.views(source, 0, source.nbytes):
-                    self._memory.write(stored, offset, ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
-                    offset += len(view)
+                self._memory.copy_unit(stored, peer.memory, source)
         except DeviceMissing:
             return False
         is_checked = self._verify or arena.peer_bytes < SAMPLE_BYTES

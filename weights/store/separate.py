@@ -112,6 +112,11 @@ class SeparateDevice:
         return self._file or ""
 
     @property
+    def bus_id(self) -> str | None:
+        """Return the PCI bus id of a GPU; None for any other device."""
+        return None
+
+    @property
     def changed(self) -> threading.Condition:
         """Notified on every change; its lock guards the pages and all arenas."""
         return self._changed
@@ -286,10 +291,10 @@ class SeparateDevice:
     # -- other devices -----------------------------------------------------------------------------
 
     def connect(self, peers: Mapping[str, SeparateDevice], pacers: Mapping[str, Pacer]) -> None:
-        """Copy units from other devices too. Call it once, before the first arena.
+        """Copy units from other devices too. Arenas that are open already are not searched for.
 
         Args:
-            peers: The other devices, by id.
+            peers: All other devices, by id.
             pacers: The paced links to them.
         """
         self._pacers.update(pacers)

@@ -54,6 +54,7 @@ class PagesInUse:
         weights: The units of each model that the device has, loaded or not.
         peer_bytes: The part of `copied_bytes` from other devices.
         kv: The KV caches that have or want pages. The other lent pages belong to earlier loaders.
+        is_lending: KV caches borrow pages of the device.
         paced_bytes_per_second: Limit of copies from host memory, for an experiment; None: no limit.
         numa_node: NUMA node that the memory is bound to; None: unbound.
     """
@@ -72,6 +73,7 @@ class PagesInUse:
     numa_node: int | None = None
     peer_bytes: int = 0
     kv: tuple[KvOf, ...] = ()
+    is_lending: bool = True
 
 
 def pages_in_use(

@@ -15,8 +15,16 @@ from pathlib import Path
 import torch
 
 from services.engine.domain.coverage import Coverage
+from services.engine.model.gpu_units import ArrivingUnits
 from services.engine.model.segment import SHARED_MEMORY
-from shared.contracts.loader_socket import SocketArrived, SocketComplete, SocketFollow, SocketPages, SocketUnits
+from shared.contracts.loader_socket import (
+    SocketArrived,
+    SocketComplete,
+    SocketDescriptors,
+    SocketFollow,
+    SocketPages,
+    SocketUnits,
+)
 from shared.contracts.segment import Extent, PagesHandle, PagesLayout, UnitPages
 from shared.errors import EngineFailed, ThawError
 from shared.mapping import ReservedRange
@@ -156,7 +164,8 @@ class Follower:
             Unreachable: No loader listens.
         """
         self.arriving = ArrivingWeights()
-        self.pages: ArrivingPages | None = None
+        self.pages: ArrivingPages | ArrivingUnits | None = None
+        self._socket, self._instance_id, self._weights_id = socket, instance_id, weights_id
         self._on_pages: Callable[[PagesLayout | None], None] | None = on_pages
         self._connection = LoaderConnection(socket, None)
         ask = SocketFollow(instance_id=instance_id, weights_id=weights_id)
@@ -190,14 +199,22 @@ class Follower:
                 case SocketArrived(ranges=ranges):
                     self.arriving.mark_arrived((r.offset, r.offset + r.nbytes) for r in ranges)
                 case SocketPages(layout=layout):
-                    self.pages = ArrivingPages(layout)
+                    self.pages = self._reserve(layout)
                     self._report_pages(layout)
-                case SocketUnits(units=units) if self.pages is not None:
+                case SocketUnits(units=units) if isinstance(self.pages, ArrivingPages):
                     self.arriving.mark_arrived(self.pages.map(units))
+                case SocketDescriptors(units=numbers) if isinstance(self.pages, ArrivingUnits):
+                    descriptors = self._connection.take_descriptors(len(numbers))
+                    self.arriving.mark_arrived(self.pages.map(numbers, descriptors))
                 case SocketComplete():
                     return
                 case other:
                     raise EngineFailed(f"The loader answered {other.kind!r} to a follow request")
+
+    def _reserve(self, layout: PagesLayout) -> ArrivingPages | ArrivingUnits:
+        if layout.bus_id is None:
+            return ArrivingPages(layout)
+        return ArrivingUnits(layout, self._socket, self._instance_id, self._weights_id)
 
     def _report_pages(self, layout: PagesLayout | None) -> None:
         report, self._on_pages = self._on_pages, None

@@ -82,6 +82,10 @@ class LateConversion:
         """Return the names of the checkpoint's tensors that these places are converted from."""
         return [name for place in places for name in self._sources[place]]
 
+    def all_sources(self) -> list[str]:
+        """Return the names of all tensors of the checkpoint that parameters are converted from."""
+        return sorted(set(self.sources(self._sources)))
+
     def convert(self, places: Collection[str]) -> None:
         """Convert these places, except those that are converted. All their tensors have arrived."""
         if not (left := self._left.intersection(places)):

@@ -67,15 +67,20 @@ class DeviceSegment:
         return self._base[t.offset : t.offset + t.nbytes].view(dtype).view(t.shape)
 
 
-def rebind(model: torch.nn.Module, offset_of: Callable[[torch.Tensor], int | None], base: torch.Tensor) -> int:
+def rebind(
+    model: torch.nn.Module, offset_of: Callable[[torch.Tensor], int | None], base: torch.Tensor, *, is_loaded: bool = False
+) -> int:
     """Rebind the model's tensors to `base`, the segment's bytes on a device.
 
-    Tensors outside the segment are copied to the device. Every byte must be loaded.
+    Tensors outside the segment are copied to the device, and so are those that are not aligned
+    there.
 
     Args:
         model: The model.
         offset_of: Offset of a tensor in the segment, or None.
         base: The segment's bytes.
+        is_loaded: All bytes are there: what is not aligned is copied from them. Otherwise it is
+            copied from where it is.
 
     Returns:
         The number of bytes copied.
@@ -85,6 +90,9 @@ def rebind(model: torch.nn.Module, offset_of: Callable[[torch.Tensor], int | Non
     def move_tensor(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal copied
         offset = offset_of(tensor)
+        if offset is not None and offset % tensor.itemsize and is_loaded and tensor.is_contiguous():
+            copied += tensor.nbytes
+            return base[offset : offset + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
         if offset is None or offset % tensor.itemsize:  # converted, computed, or misaligned for kernels
             copied += tensor.nbytes if tensor.device != base.device else 0
             return tensor.to(base.device)
@@ -211,7 +219,9 @@ def tensors_in_pages(handle: PagesHandle, segment: Segment, memory: torch.Tensor
     return {name: read(name) for name in segment.names()}
 
 
-def tensor_in_pages(handle: PagesHandle | PagesLayout, segment: Segment, memory: torch.Tensor) -> Callable[[str], torch.Tensor]:
+def tensor_in_pages(
+    handle: PagesHandle | GpuUnitsHandle | PagesLayout, segment: Segment, memory: torch.Tensor
+) -> Callable[[str], torch.Tensor]:
     """Return the function from a tensor's name to the tensor, where its bytes are the device's.
 
     A tensor that is not aligned in the range is copied, so that its bytes have to be there.

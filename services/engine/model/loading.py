@@ -22,11 +22,12 @@ from services.engine.generation.kv_bytes import layout_of
 from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import WARM_UP, PackedRunner, Row, Runner, SequentialRunner
-from services.engine.loader_client import LoaderClient
+from services.engine.loader_client import LoaderClient, holder_of
 from services.engine.model import checkpoint, device_segment, gpu_units
 from services.engine.model.architectures import Architecture, ModelCache
 from services.engine.model.arriving import ArrivingPages, ArrivingWeights
 from services.engine.model.conversion import LateConversion
+from services.engine.model.gpu_units import ArrivingUnits
 from services.engine.model.layer_gates import LayerGates
 from services.engine.model.segment import Segment
 from services.engine.model.stage_model import bind_part
@@ -67,6 +68,7 @@ class BoundModel:
         memory: The segment on the device, opened by `handle`; None if the loader has it only in
             host memory.
         late: Conversion of `copied` as their tensors arrive; None without any.
+        is_partial: The segment in host memory lacks bytes that the device has (ADR 0058).
     """
 
     model: PreTrainedModel
@@ -78,6 +80,7 @@ class BoundModel:
     handle: ArenaHandle | None = None
     memory: torch.Tensor | None = None
     late: LateConversion | None = None
+    is_partial: bool = False
 
     def addresses(self) -> tuple[tuple[int, int], ...]:
         """Return the host addresses at which weights are mapped: first and end of each range."""
@@ -165,8 +168,7 @@ async def map_pages(
     Raises the loader's error if the weights are not on the device.
     """
     while True:
-        if attached.device_error is not None:
-            raise from_body(attached.device_error)
+        check_device(attached)
         if attached.handle is None:
             raise EngineFailed(f"The loader has no memory for {start.device}: set THAW_DEVICES for both services alike")
         await compute(partial(open_device_memory, bound, attached.handle))
@@ -175,6 +177,12 @@ async def map_pages(
             return confirmed
         log.warning("the loader was restarted and has copied the weights again; mapping again")
         attached = confirmed
+
+
+def check_device(attached: WeightsAttached) -> None:
+    """Raise the loader's error if the weights are not on a device that the engine needs them on."""
+    if attached.device_error is not None:
+        raise from_body(attached.device_error)
 
 
 def check_isolation(handle: ArenaHandle | None, *, is_shared: bool) -> None:
@@ -194,15 +202,21 @@ def can_overlap(bound: BoundModel, start: EngineStart) -> bool:
 
     Its architecture must be one of those whose layers are tested to wait for their weights
     (`checkpoint.PACKABLE`, `checkpoint.EMBEDDING`). Every parameter must be read where the loader
-    puts it, or the tensors that it is converted from must be known.
+    puts it, or the tensors that it is converted from must be known. On a GPU no parameter is
+    converted before all are there.
     """
     embeds = start.card.info.task == "embed" and bound.config.model_type in checkpoint.EMBEDDING
     return (
         (embeds or (bound.is_packed and kv_token_bytes(bound) is not None))
         and (bound.late is None or bound.late.is_possible)
-        and start.device.startswith("cpu")
+        and (start.device.startswith("cpu") or not bound.copied)
         and not any((bound.segment.offset_of(p) or 0) % p.itemsize for p in bound.model.parameters())
     )
+
+
+def has_own_memory(start: EngineStart) -> bool:
+    """True if the weights are copied to the instance's device, and computed from there."""
+    return start.separate_memory or start.device.startswith("cuda:")
 
 
 def kv_token_bytes(bound: BoundModel) -> int | None:
@@ -223,7 +237,7 @@ def begin(
     start: EngineStart,
     settings: EngineSettings,
     weights: ArrivingWeights,
-    pages: ArrivingPages | None,
+    pages: ArrivingPages | ArrivingUnits | None,
 ) -> tuple[ReadyModel, LayerGates]:
     """Make a bound model ready to compute while its weights arrive: each layer waits for its own.
 
@@ -246,7 +260,8 @@ def begin(
         place = device_segment.offsets_in_pages(pages.layout, bound.segment.offset_of)
         device_segment.rebind(bound.model, place, pages.memory)
         bound.memory = pages.memory
-    return _build_ready_model(bound, torch.device("cpu"), files, start, settings, is_early=True), gates
+    device = pages.memory.device if pages is not None else torch.device("cpu")
+    return _build_ready_model(bound, device, files, start, settings, is_early=True), gates
 
 
 def complete(
@@ -312,12 +327,14 @@ def _finish_binding(bound: BoundModel, start: EngineStart, settings: EngineSetti
     """Convert parameters where needed, and bind to the device's memory or move there."""
     if isinstance(handle, GpuUnitsHandle) and handle != bound.handle:
         path = loader_socket(settings.node_state)
-        bound.memory = gpu_units.open_units(handle, path, start.instance_id, bound.segment.header.weights_id)
+        bound.memory = gpu_units.open_units(handle, path, holder_of(start), bound.segment.header.weights_id)
         bound.handle = handle
     if bound.copied:
         # The earlier conversion may have read bytes that host memory did not have.
         log.info("parameters are converted, not shared", extra={"count": len(bound.copied), "first": bound.copied[0]})
         open_device_memory(bound, handle)
+        if isinstance(bound.handle, GpuUnitsHandle) and bound.memory is not None and bound.is_partial:
+            _read_back(bound, bound.handle, bound.memory)
         source = bound.segment.tensors()
         if isinstance(bound.handle, PagesHandle) and bound.memory is not None:
             source = device_segment.tensors_in_pages(bound.handle, bound.segment, bound.memory)
@@ -325,6 +342,16 @@ def _finish_binding(bound: BoundModel, start: EngineStart, settings: EngineSetti
         bound.model = checkpoint.bind(type(bound.model), bound.config, source, dtype, is_packed=bound.is_packed)
     open_device_memory(bound, handle)
     return _to_device(bound, start)
+
+
+def _read_back(bound: BoundModel, handle: GpuUnitsHandle, memory: torch.Tensor) -> None:
+    """Copy from the GPU what parameters are converted from, into this process's private segment."""
+    names = bound.segment.names()
+    if bound.late is not None and bound.late.is_possible:
+        names = tuple(bound.late.all_sources())
+    read = device_segment.tensor_in_pages(handle, bound.segment, memory)
+    for name in names:
+        bound.segment.tensor(name).copy_(read(name))
 
 
 def _build_ready_model(
@@ -405,7 +432,7 @@ def _to_device(bound: BoundModel, start: EngineStart) -> torch.device:
         offset_of: Callable[[torch.Tensor], int | None] = bound.segment.offset_of
         if isinstance(bound.handle, PagesHandle | GpuUnitsHandle):
             offset_of = device_segment.offsets_in_pages(bound.handle, bound.segment.offset_of)
-        copied = device_segment.rebind(bound.model, offset_of, bound.memory)
+        copied = device_segment.rebind(bound.model, offset_of, bound.memory, is_loaded=True)
         log.info("weights are mapped on the device", extra={"device": str(bound.memory.device), "copied_bytes": copied})
         return bound.memory.device
     device = torch_device(start.device)

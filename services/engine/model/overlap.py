@@ -22,15 +22,16 @@ from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Event
 from services.engine.loader_client import LoaderClient
 from services.engine.model import loading
-from services.engine.model.arriving import Follower
+from services.engine.model.arriving import ArrivingPages, Follower
+from services.engine.model.gpu_units import ArrivingUnits
 from services.engine.model.layer_gates import LayerGates
 from services.engine.server.serving import Serving
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import WeightsAttached
 from shared.contracts.phases import Phase
-from shared.contracts.segment import PagesHandle, PagesLayout
-from shared.errors import EngineFailed, ShuttingDown, ThawError, Unreachable, from_body
+from shared.contracts.segment import GpuUnitsHandle, PagesHandle, PagesLayout
+from shared.errors import EngineFailed, ShuttingDown, ThawError, Unreachable
 from shared.telemetry.timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -49,12 +50,14 @@ class Overlap:
         self,
         follower: Follower,
         bound: loading.BoundModel,
+        index: WeightsAttached,
         start: EngineStart,
         loader: LoaderClient,
         timeline: Timeline,
         deliver: Callable[[Sequence[Event]], None],
     ) -> None:
         self._follower, self._bound, self._start, self._loader = follower, bound, start, loader
+        self._boot_id = index.boot_id
         self._timeline, self._deliver = timeline, deliver
         self._lock = threading.Lock()
         self._held: list[Event] | None = []
@@ -94,7 +97,7 @@ class Overlap:
         except Unreachable as e:
             log.info("computing starts when all weights are loaded", extra={"reason": e.message})
             return None
-        if start.separate_memory:
+        if loading.has_own_memory(start):
             try:
                 async with asyncio.timeout(_LAYOUT_WITHIN_S):
                     found = await laid_out
@@ -104,7 +107,7 @@ class Overlap:
                 log.info("computing starts when all weights are loaded", extra={"reason": "no pages were reported"})
                 await asyncio.to_thread(follower.end)
                 return None
-        return cls(follower, bound, start, loader, timeline, deliver)
+        return cls(follower, bound, index, start, loader, timeline, deliver)
 
     def make_ready(self, files: loading.ModelFiles, settings: EngineSettings) -> loading.ReadyModel:
         """Bind the model to its future bytes. Runs on the computing thread."""
@@ -123,15 +126,16 @@ class Overlap:
                 return
         self._deliver(events)
 
-    async def finish(self) -> None:
-        """Wait for the load, and confirm it.
+    async def finish(self) -> WeightsAttached:
+        """Wait for the load, confirm it, and return the loader's answer.
 
         Raises the error of the load.
         """
         try:
             attached = await self._attach()
             self._timeline.absorb(attached.phases)
-            attached = await (self._confirm_pages(attached) if self._start.separate_memory else self._confirm_segment(attached))
+            has_pages = self._start.separate_memory or self._follower.pages is not None
+            attached = await (self._confirm_pages(attached) if has_pages else self._confirm_segment(attached))
         except ThawError as e:
             self._follower.arriving.fail(e)
             raise
@@ -140,6 +144,7 @@ class Overlap:
         assert self._serving is not None
         self._serving.weights_arrived(attached.phases)
         await self._warm_up()
+        return attached
 
     def release_results(self) -> None:
         """Send the results. Call it once after `finish`, when the engine has reported ready."""
@@ -163,12 +168,19 @@ class Overlap:
         As in `Engine._map_pages`: after the second reply the loader sees this process's mappings.
         """
         while True:
-            if attached.device_error is not None:
-                raise from_body(attached.device_error)
-            if not isinstance(attached.handle, PagesHandle) or self._follower.pages is None:
-                raise EngineFailed(f"The loader has no memory for {self._start.device}: set THAW_DEVICES for both services alike")
+            loading.check_device(attached)
             await asyncio.to_thread(self._follower.end)  # the follower maps no more units
-            await asyncio.to_thread(self._follower.pages.map_all, attached.handle)
+            match self._follower.pages, attached.handle:
+                case ArrivingPages() as pages, PagesHandle() as handle:
+                    await asyncio.to_thread(pages.map_all, handle)
+                case ArrivingUnits() as units, GpuUnitsHandle() as mapped if attached.boot_id == self._boot_id:
+                    await asyncio.to_thread(units.map_all, mapped)
+                case ArrivingUnits(), GpuUnitsHandle():
+                    raise EngineFailed("The loader that owns the weights' GPU memory has ended. Start the instance again")
+                case _:
+                    raise EngineFailed(
+                        f"The loader has no memory for {self._start.device}: set THAW_DEVICES for both services alike"
+                    )
             confirmed = await self._attach()
             if confirmed.handle == attached.handle:
                 self._bound.handle = confirmed.handle

@@ -15,9 +15,14 @@ Arrival = ByteRange | PagesLayout | UnitPages
 
 
 class Arrivals:
-    """Arrivals of one load in one memory, in order. Threads add them; the event loop reads them."""
+    """Arrivals of one load in one memory, in order. Threads add them; the event loop reads them.
+
+    Attributes:
+        is_unreported: The memory is used as a whole, when all is there: there are no arrivals.
+    """
 
     def __init__(self) -> None:
+        self.is_unreported = False
         self._lock = threading.Lock()
         self._found: list[Arrival] = []
         self._waiting: list[Callable[[], object]] = []
@@ -30,6 +35,11 @@ class Arrivals:
             with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
                 wake()
 
+    def end_unreported(self) -> None:
+        """Set `is_unreported`, and wake the readers."""
+        self.is_unreported = True
+        self.add()
+
     def list_after(self, count: int) -> Sequence[Arrival]:
         """Return the arrivals but the first `count`."""
         with self._lock:
@@ -40,7 +50,7 @@ class Arrivals:
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
         wake = partial(loop.call_soon_threadsafe, woken.set)
         with self._lock:
-            if len(self._found) > count:
+            if len(self._found) > count or self.is_unreported:
                 return
             self._waiting.append(wake)
         try:

@@ -95,18 +95,16 @@ class Copies:
         """Copy to `devices`. `is_on_disk`: whether this host's disk has weights, by their id."""
         self._devices, self._pool, self._emit, self._is_on_disk = devices, pool, emit, is_on_disk
         self._remote: dict[str, bool] = {}
-        for device in devices.separate.values():
-            device.price_by(self._tier_of)
+        devices.price_by(self._tier_of)
         self._lock = threading.Lock()
         self._progress = threading.Condition()
         self._sources: dict[int, _Source] = {}
         self._copies: dict[int, _Copy] = {}
         self._closers = ThreadPoolExecutor(_CLOSED_AT_ONCE, thread_name_prefix="close-arena")
 
-    @property
-    def separate(self) -> Mapping[str, SeparateDevice]:
-        """The cpu devices with memory of their own."""
-        return self._devices.separate
+    def expect(self, likelihoods: Mapping[str, float] | None) -> None:
+        """Price units by the likelihoods of weights, by their id; None: all are equal."""
+        self._devices.expect(likelihoods)
 
     @property
     def known(self) -> KnownUnits:
@@ -120,10 +118,8 @@ class Copies:
         return device in self._devices.separate
 
     def count_missing(self, weights_id: str, layout: Layout) -> dict[str, int]:
-        """Return the bytes to read where a separate device has some of the units, by device."""
-        contents = Contents(layout.tensors, _digests(layout))
-        found = {name: device.count_missing(weights_id, contents) for name, device in self.separate.items()}
-        return {name: n for name, n in found.items() if n is not None}
+        """Return the bytes to read where a device has some of the units, by device."""
+        return self._devices.count_missing(weights_id, Contents(layout.tensors, _digests(layout)))
 
     def begin(self, run: int, weights_id: str, region: Region, layout: Layout | None = None, *, is_sparse: bool = False) -> None:
         """Register the memory of a run, before its first byte is loaded.
@@ -174,11 +170,11 @@ class Copies:
         if (source := self._sources.get(run)) is None:
             return
         if source.copies:
-            self._pin(source.region, offset, nbytes)
+            self._pin(source, offset, nbytes)
         with self._lock:
             source.ranges.append((offset, nbytes))
             if source.copies:  # a copy may have been opened meanwhile; pinning a pinned chunk costs nothing
-                self._pin(source.region, offset, nbytes)
+                self._pin(source, offset, nbytes)
             arenas = [c.arena for c in source.copies if c.arena is not None and not c.closing]
             for arena in arenas:  # within the lock, so that an arena opened meanwhile gets every range once
                 self._fill(source.region, arena, offset, nbytes)
@@ -214,10 +210,10 @@ class Copies:
             return next((c.handle for c in copies if c.order.device == device and not c.closing), None)
 
     def arrivals(self, run: int, device: str) -> Arrivals | None:
-        """Return the arrivals of the run's units on a cpu device with memory of its own."""
+        """Return the arrivals of the run's units on a device."""
         with self._lock:
             source = self._sources.get(run)
-            copies = source.copies if source is not None and self.has(device) else []
+            copies = source.copies if source is not None else []
             return next((c.arrivals for c in copies if c.order.device == device and not c.closing), None)
 
     def export(self, run: int, device: str, indexes: Sequence[int], pid: int) -> list[int]:
@@ -232,18 +228,23 @@ class Copies:
         return found.export(arena, indexes, pid)
 
     def phases(self, run: int, device: str, instance_id: str) -> tuple[PhaseSpan, ...]:
-        """Return the phases of the copy to a separate device, if it was made for the instance."""
+        """Return the phases of a copy to a device with units, if the instance waited for it."""
         with self._lock:
             source = self._sources.get(run)
-            copies = source.copies if source is not None and device in self._devices.separate else []
+            copies = source.copies if source is not None and device in self._devices.paged else []
             waited = [c for c in copies if c.order.device == device and instance_id in c.order.opened_for]
             return waited[-1].timeline.spans() if waited else ()
 
     def error(self, run: int, device: str | None) -> ErrorBody | None:
-        """Return why the run's weights are not on a cpu device with memory of its own."""
+        """Return why the run's weights are not on a device that engines cannot do without.
+
+        That is a cpu device with memory of its own. For a GPU an engine copies the weights from
+        host memory, unless host memory has not got all of them.
+        """
         with self._lock:
             source = self._sources.get(run)
-            copies = source.copies if source is not None and device in self._devices.separate else []
+            is_needed = source is not None and (device in self._devices.separate or source.is_sparse)
+            copies = source.copies if source is not None and is_needed else []
             return next((c.error for c in copies if c.order.device == device and c.error is not None), None)
 
     # -- releasing ---------------------------------------------------------------------------------
@@ -289,12 +290,12 @@ class Copies:
             return {c.order.device: c.arena.nbytes for c in source.copies if c.arena is not None} if source is not None else {}
 
     def pages(self) -> tuple[PagesInUse, ...]:
-        """Return the use of each cpu device with memory of its own."""
-        return tuple(device.pages() for device in self._devices.separate.values())
+        """Return the use of each device that keeps units."""
+        return tuple(device.pages() for device in self._devices.paged.values())
 
     def audit(self) -> dict[str, tuple[Audit, Arenas]]:
-        """Audit each separate cpu device, and return the arenas that it should have."""
-        return {name: self._audit(name, device) for name, device in self._devices.separate.items()}
+        """Audit each device that keeps units, and return the arenas that it should have."""
+        return {name: self._audit(name, device) for name, device in self._devices.paged.items()}
 
     def _audit(self, name: str, device: SeparateDevice) -> tuple[Audit, Arenas]:
         found = device.audit_mapped()
@@ -322,8 +323,8 @@ class Copies:
             finish = queued / speed * 1e3 if queued and speed else None
             models = [model for target, model in under_way if target == device.device_id]
             link = f"bus:{device.device_id}"
-            separate = self._devices.separate.get(device.device_id)
-            paced = separate is not None and separate.paced_bytes_per_second is not None
+            paged = self._devices.paged.get(device.device_id)
+            is_paced = paged is not None and paged.paced_bytes_per_second is not None
             found.append(
                 LinkStatus(
                     link=link,
@@ -333,11 +334,11 @@ class Copies:
                     finish_ms=finish,
                     moved_bytes=device.copied_bytes,
                     models=tuple(sorted({m for m in models if m})),
-                    is_paced=paced,
+                    is_paced=is_paced,
                     group_bytes=device.group_bytes,
                 )
             )
-            found += [_peer_link(device.device_id, p) for p in separate.peer_links] if separate is not None else []
+            found += [_peer_link(device.device_id, p) for p in paged.peer_links] if paged is not None else []
         return tuple(found)
 
     # -- threads -----------------------------------------------------------------------------------
@@ -357,6 +358,8 @@ class Copies:
             self.wake()
             if isinstance(arena, PagedArena):
                 _report(arena, copy.arrivals)
+            else:
+                copy.arrivals.end_unreported()
             if arena is None or not arena.wait(order.total_bytes):
                 return  # closed meanwhile
             with copy.lock:
@@ -382,17 +385,15 @@ class Copies:
         with copy.lock:
             if copy.closing:
                 return None
-            if isinstance(device, SeparateDevice):
-                device.price_by(self._tier_of)
             contents = self._contents(order, source) if isinstance(device, SeparateDevice) else None
             place = Place(order.weights_id, order.total_bytes, self._pool.name or "", region.extents, contents)
             arena = device.allocate(place, Priority.BACKGROUND if order.background else Priority.REQUEST)
             for offset, nbytes in tuple(source.ranges):
-                self._pin(region, offset, nbytes)
+                self._pin(source, offset, nbytes)
             with self._lock:
                 copy.arena = arena
                 for offset, nbytes in source.ranges:
-                    self._pin(region, offset, nbytes)
+                    self._pin(source, offset, nbytes)
                     self._fill(region, arena, offset, nbytes)
             copy.handle = arena.handle()
         return arena
@@ -418,12 +419,14 @@ class Copies:
                 return
             offset += length
 
-    def _pin(self, region: Region, offset: int, nbytes: int) -> None:
+    def _pin(self, source: _Source, offset: int, nbytes: int) -> None:
         """Page-lock the chunks of these bytes.
 
-        The driver's buffer copies a last, partial chunk, which does not have all of its memory.
+        The driver's buffer copies a last, partial chunk, and those of a partial load, which do not
+        have all of their memory.
         """
-        for index in range(offset // CHUNK_BYTES, -(-(offset + nbytes) // CHUNK_BYTES)):
+        region = source.region
+        for index in range(offset // CHUNK_BYTES, -(-(offset + nbytes) // CHUNK_BYTES)) if not source.is_sparse else ():
             if (index + 1) * CHUNK_BYTES <= region.nbytes:
                 self._devices.pin(_address(region, index * CHUNK_BYTES, CHUNK_BYTES), CHUNK_BYTES)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -50,11 +51,12 @@ def home() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.fixture(params=["unified", "separate"])
+@pytest.fixture(params=["unified", "separate", "gpu"])
 async def followed(
     request: pytest.FixtureRequest, mesh: Mesh, engines: Engines, home: Path, model: Path
 ) -> AsyncIterator[FollowedLoader]:
-    loader = FollowedLoader(mesh, engines.node, home, model, pages=PAGES if request.param == "separate" else 0)
+    on_gpu = request.param == "gpu"
+    loader = FollowedLoader(mesh, engines.node, home, model, pages=0 if request.param == "unified" else PAGES, on_gpu=on_gpu)
     await loader.start()
     yield loader
     await loader.stop()
@@ -68,7 +70,34 @@ def expected() -> dict[str, list[int]]:
 
 def started(engines: Engines, home: Path, model: Path, followed: FollowedLoader, **environment: Any) -> EngineStart:
     spec = engines.spec(card_of(model), THAW_HOME=str(home), **environment)
-    return spec.model_copy(update={"device": "cpu:1", "separate_memory": True}) if followed.device is not None else spec
+    if followed.device is None:
+        return spec
+    device = followed.device.device_id
+    return spec.model_copy(update={"device": device, "separate_memory": device.startswith("cpu")})
+
+
+class Engine:
+    """A process of the engine: forked, or for a GPU a new one with the stand-in driver."""
+
+    def __init__(self, client: ZygoteClient, pid: int, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._client, self.pid, self._process = client, pid, process
+
+    @classmethod
+    async def start(cls, engines: Engines, client: ZygoteClient, start: EngineStart) -> Engine:
+        if start.device.startswith("cuda"):
+            process = engines.spawn(start, "tests.support.engine_without_gpu")
+            return cls(client, process.pid, process)
+        return cls(client, await forked(client, start))
+
+    async def exited(self) -> int:
+        """Return the exit status, when the process has ended."""
+        if self._process is not None:
+            return await asyncio.to_thread(self._process.wait, 60)
+        return await exited(self._client, self.pid)
+
+    async def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        await self.exited()
 
 
 async def reference(mesh: Mesh, engines: Engines, client: ZygoteClient, home: Path, model: Path) -> dict[str, list[int]]:
@@ -103,7 +132,7 @@ async def test_requests_join_a_load_and_get_the_tokens_of_an_engine_that_waits(
     engines: Engines, client: ZygoteClient, home: Path, model: Path, followed: FollowedLoader, tokens: dict[str, list[int]]
 ) -> None:
     start = started(engines, home, model, followed)
-    pid = await forked(client, start)
+    engine = await Engine.start(engines, client, start)
     report = await engines.reported(start.instance_id, lambda r: r.accepts_requests or r.state != "loading")
     assert report.state == "loading", report.error
     streams = [await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)]
@@ -121,15 +150,14 @@ async def test_requests_join_a_load_and_get_the_tokens_of_an_engine_that_waits(
     again = await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)
     assert isinstance(await again.last(), InferFinished)
     assert again.tokens() == tokens[PROMPTS[0]]
-    os.kill(pid, signal.SIGKILL)
-    await exited(client, pid)
+    await engine.kill()
 
 
 async def test_a_load_that_fails_midway_fails_its_requests_with_the_error(
     engines: Engines, client: ZygoteClient, home: Path, model: Path, followed: FollowedLoader
 ) -> None:
     start = started(engines, home, model, followed)
-    pid = await forked(client, start)
+    engine = await Engine.start(engines, client, start)
     await engines.reported(start.instance_id, lambda r: r.accepts_requests)
     streams = [await engines.ask(start.instance_id, "completion", prompt=p, **ASK) for p in PROMPTS]
     await engines.reported(start.instance_id, lambda r: r.load.waiting + r.load.active == 2)
@@ -146,7 +174,7 @@ async def test_a_load_that_fails_midway_fails_its_requests_with_the_error(
     report = await engines.settled(start.instance_id)
     assert report.error is not None
     assert (report.state, report.error.code) == ("failed", "checkpoint_invalid")
-    assert await exited(client, pid) == 1
+    assert await engine.exited() == 1
     if followed.device is not None:
         assert followed.arena is not None
         followed.arena.release()
@@ -159,12 +187,13 @@ async def test_a_load_that_fails_midway_fails_its_requests_with_the_error(
         assert followed.device.audit() == []
 
 
+@pytest.mark.parametrize("followed", ["unified", "separate"], indirect=True)
 async def test_a_lost_connection_costs_the_overlap_and_nothing_else(
     engines: Engines, client: ZygoteClient, home: Path, model: Path, followed: FollowedLoader, tokens: dict[str, list[int]]
 ) -> None:
     """Also that of a killed loader: the next one brings the weights again, into other pages."""
     start = started(engines, home, model, followed)
-    pid = await forked(client, start)
+    engine = await Engine.start(engines, client, start)
     await engines.reported(start.instance_id, lambda r: r.accepts_requests)
     stream = await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)
     await followed.send(0.5)
@@ -172,34 +201,68 @@ async def test_a_lost_connection_costs_the_overlap_and_nothing_else(
     await followed.finish()
     assert isinstance(await stream.last(), InferFinished)
     assert stream.tokens() == tokens[PROMPTS[0]]
-    os.kill(pid, signal.SIGKILL)
-    await exited(client, pid)
+    await engine.kill()
+
+
+@pytest.mark.parametrize("followed", ["gpu"], indirect=True)
+async def test_units_of_a_gpu_that_a_lost_connection_has_not_sent_are_mapped_at_the_end(
+    engines: Engines, client: ZygoteClient, home: Path, model: Path, followed: FollowedLoader, tokens: dict[str, list[int]]
+) -> None:
+    start = started(engines, home, model, followed)
+    engine = await Engine.start(engines, client, start)
+    await engines.reported(start.instance_id, lambda r: r.accepts_requests)
+    stream = await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)
+    await followed.send(0.5)
+    followed.disconnect()
+    await followed.finish()
+    assert isinstance(await stream.last(), InferFinished)
+    assert stream.tokens() == tokens[PROMPTS[0]]
+    assert followed.arena is not None
+    assert followed.descriptors >= len(followed.arena.units), "all of them, once more"
+    await engine.kill()
+
+
+@pytest.mark.parametrize("followed", ["gpu"], indirect=True)
+async def test_an_engine_fails_if_the_loader_of_its_gpu_memory_is_restarted_during_the_load(
+    engines: Engines, client: ZygoteClient, home: Path, model: Path, followed: FollowedLoader
+) -> None:
+    start = started(engines, home, model, followed)
+    engine = await Engine.start(engines, client, start)
+    await engines.reported(start.instance_id, lambda r: r.accepts_requests)
+    stream = await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)
+    await followed.send(0.5)
+    await followed.restart()
+    await followed.finish()
+    assert isinstance(await stream.last(), InferFailed)
+    report = await engines.settled(start.instance_id)
+    assert report.error is not None
+    assert "loader" in report.error.message
+    assert await engine.exited() == 1
 
 
 async def test_an_engine_that_is_stopped_while_it_waits_for_weights_exits(
     engines: Engines, client: ZygoteClient, home: Path, model: Path, followed: FollowedLoader
 ) -> None:
     start = started(engines, home, model, followed)
-    pid = await forked(client, start)
+    engine = await Engine.start(engines, client, start)
     await engines.reported(start.instance_id, lambda r: r.accepts_requests)
     stream = await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)
     await engines.reported(start.instance_id, lambda r: r.load.waiting + r.load.active == 1)
-    os.kill(pid, signal.SIGTERM)
+    os.kill(engine.pid, signal.SIGTERM)
     last = await stream.last()
     assert isinstance(last, InferFailed)
     assert last.engine_lost
-    assert await exited(client, pid) == 0
+    assert await engine.exited() == 0
 
 
 async def test_with_overlap_off_requests_wait_for_the_whole_load(
     engines: Engines, client: ZygoteClient, home: Path, model: Path, followed: FollowedLoader
 ) -> None:
     start = started(engines, home, model, followed, THAW_ENGINE_OVERLAP="false")
-    pid = await forked(client, start)
+    engine = await Engine.start(engines, client, start)
     await followed.send(0.5)
     await followed.finish()
     report = await engines.settled(start.instance_id)
     assert report.state == "ready", report.error
     assert not any(r.accepts_requests for r in engines.reports[start.instance_id])
-    os.kill(pid, signal.SIGKILL)
-    await exited(client, pid)
+    await engine.kill()

@@ -109,15 +109,45 @@ def test_every_parameter_is_in_the_units_of_a_gpu(
     on_device: OnDevice, demo_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_units, "open_units", on_device.open_units)
-    places = address_range(cut_units(on_device.segment.index.tensors, {}, "w"))
-    units = [MappedUnit(offset=u.offset, nbytes=u.nbytes, start=s) for u, s in zip(places.units, places.starts, strict=True)]
-    handle = GpuUnitsHandle(device="cuda:0", nbytes=places.nbytes, bus_id="0000:00:00.0", units=tuple(units))
-    computable = on_device.complete(handle)
+    computable = on_device.complete(units_of(on_device))
     assert on_device.copied() == []
     reference = tf.AutoModelForCausalLM.from_pretrained(demo_directory, dtype=on_device.bound.model.dtype).eval()
     torch.testing.assert_close(
         logits(computable).float(), reference(torch.tensor([IDS])).logits[0, -1].float(), rtol=1e-3, atol=1e-3
     )
+
+
+def units_of(found: OnDevice) -> GpuUnitsHandle:
+    places = address_range(cut_units(found.segment.index.tensors, {}, "w"))
+    units = [MappedUnit(offset=u.offset, nbytes=u.nbytes, start=s) for u, s in zip(places.units, places.starts, strict=True)]
+    return GpuUnitsHandle(device="cuda:0", nbytes=places.nbytes, bus_id="0000:00:00.0", units=tuple(units))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"], ids=["bound", "converted"])
+def test_a_partial_load_leaves_all_weights_to_the_gpu(demo_directory: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    found = OnDevice(demo_directory, monkeypatch, dtype=dtype)
+    monkeypatch.setattr(gpu_units, "open_units", found.open_units)
+    first = min(t.offset for t in found.segment.index.tensors)
+    with found.segment.path.open("r+b") as file:  # host memory has the head alone
+        file.seek(first)
+        file.write(bytes(found.segment.total_bytes - first))
+    found.bound.is_partial = True
+    try:
+        computable = found.complete(units_of(found))
+        reference = tf.AutoModelForCausalLM.from_pretrained(demo_directory, dtype=getattr(torch, dtype)).eval()
+        expected = reference(torch.tensor([IDS])).logits[0, -1].float()
+        torch.testing.assert_close(logits(computable).float(), expected, rtol=1e-2, atol=1e-2)
+        assert expected.abs().max() > 0.05
+    finally:
+        found.segment.unlink()
+
+
+def test_odd_addresses_are_copied_from_the_device_once_all_is_there() -> None:
+    base = torch.arange(64, dtype=torch.uint8)
+    model = torch.nn.Module()
+    model.odd = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    assert device_segment.rebind(model, lambda _: 5, base, is_loaded=True) == 8
+    assert model.odd.view(torch.uint8).tolist() == list(range(5, 13))
 
 
 def test_units_of_a_gpu_are_refused_in_a_shared_process() -> None:

@@ -21,8 +21,8 @@ _exported: dict[bytes, int] = {}
 
 
 class FakeStream:
-    def __init__(self, driver: FakeDriver, *, urgent: bool) -> None:
-        self.urgent = urgent
+    def __init__(self, driver: FakeDriver, device: int, *, urgent: bool) -> None:
+        self.device, self.urgent = device, urgent
         self.work: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._driver = driver
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -44,17 +44,19 @@ class FakeDriver:
     """A fake driver.
 
     `gate` blocks all copies while it is clear. `copies` are (offset from the device memory's start,
-    bytes, urgent) as issued. `fail_copy` and `fail_event` make the next call of that kind fail; the
+    bytes, urgent) as issued; `peer_copies` are (from, to, bytes, is direct) between devices.
+    `fail_copy` and `fail_event` make the next call of that kind fail; the
     driver reports both at the call and later.
     """
 
-    def __init__(self, devices: int = 1, virtual_memory: FakeVirtualMemory | None = None) -> None:
-        """`virtual_memory`: mapped memory of its devices, which copies reach too."""
-        self.devices = devices
+    def __init__(self, devices: int = 1, virtual_memory: FakeVirtualMemory | None = None, *, total_bytes: int = TOTAL) -> None:
+        """`virtual_memory`: mapped memory of the devices, which copies reach too."""
+        self.devices, self.total_bytes = devices, total_bytes
         self._virtual_memory = virtual_memory
         self.gate = threading.Event()
         self.gate.set()
         self.copies: list[tuple[int, int, bool]] = []
+        self.peer_copies: list[tuple[int, int, int, bool]] = []
         self.unpinned_copies = 0
         self.pinned: dict[int, int] = {}
         self.memory: dict[int, ctypes.Array[ctypes.c_char]] = {}
@@ -69,14 +71,14 @@ class FakeDriver:
         return self.devices
 
     def facts(self, index: int) -> DeviceFacts:
-        return DeviceFacts(index, f"0000:{index:02x}:00.0", TOTAL, 13000)
+        return DeviceFacts(index, f"0000:{index:02x}:00.0", self.total_bytes, 13000)
 
     def use(self, index: int) -> None:
         self._current.index = index
 
     def free_bytes(self) -> int:
         index = self._check()
-        total = self._virtual_memory.free_bytes(index) if self._virtual_memory is not None else TOTAL
+        total = self._virtual_memory.free_bytes(index) if self._virtual_memory is not None else self.total_bytes
         return total - sum(len(m) for m in self.memory.values())
 
     def allocate(self, nbytes: int) -> int:
@@ -114,8 +116,7 @@ class FakeDriver:
         del self.pinned[address]
 
     def stream(self, *, urgent: bool) -> Stream:
-        self._check()
-        self.streams.append(FakeStream(self, urgent=urgent))
+        self.streams.append(FakeStream(self, self._check(), urgent=urgent))
         return Stream(self.streams[-1])
 
     def destroy_stream(self, stream: Stream) -> None:
@@ -139,6 +140,27 @@ class FakeDriver:
             self.copies.append((to_device - start, nbytes, stream.urgent))
             self.issued.notify_all()
 
+    def can_access_peer(self, index: int, peer: int) -> bool:
+        return index != peer and self._virtual_memory is not None and self._virtual_memory.has_links
+
+    def copy_from_peer(self, to_device: int, index: int, from_device: int, peer: int, nbytes: int, stream: Stream) -> None:
+        self._check()
+        assert isinstance(stream, FakeStream)
+        if self.fail_copy:
+            self.fail_copy = False
+            raise DeviceFailed("cudaMemcpyPeerAsync: an illegal address")
+        memory = self._virtual_memory
+        assert memory is not None
+        if not memory.can_access(to_device, nbytes, writable=True, device=index) or not memory.can_access(
+            from_device, nbytes, writable=False, device=peer
+        ):
+            raise DeviceFailed("cudaMemcpyPeerAsync: invalid argument (a device has no access to its own range)")
+        is_direct = stream.device == index and memory.can_access(from_device, nbytes, writable=False, device=index)
+        stream.work.put(functools.partial(ctypes.memmove, to_device, from_device, nbytes))
+        with self.issued:
+            self.peer_copies.append((peer, index, nbytes, is_direct))
+            self.issued.notify_all()
+
     def copy_back(self, to_host: int, from_device: int, nbytes: int) -> None:
         self._check()
         self._start("cudaMemcpy", from_device, nbytes, writable=False)
@@ -146,6 +168,8 @@ class FakeDriver:
 
     def record(self, stream: Stream) -> Event:
         assert isinstance(stream, FakeStream)
+        if stream.device != self._check():
+            raise DeviceFailed("cudaEventRecord: invalid resource handle (the stream is another device's)")
         event = FakeEvent()
         if self.fail_event:
             self.fail_event = False
@@ -170,7 +194,9 @@ class FakeDriver:
         for start, memory in self.memory.items():
             if start <= address and address + nbytes <= start + len(memory):
                 return start
-        if self._virtual_memory is None or not self._virtual_memory.can_access(address, nbytes, writable=writable):
+        if self._virtual_memory is None or not self._virtual_memory.can_access(
+            address, nbytes, writable=writable, device=self._check()
+        ):
             raise DeviceFailed(f"{call}: an illegal memory access was encountered")
         return next(a for a, n in self._virtual_memory.reservations.items() if a <= address < a + n)
 

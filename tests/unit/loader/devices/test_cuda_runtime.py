@@ -62,6 +62,8 @@ class TestWithoutADriver:
             "cudaHostUnregister": lambda: runtime.unregister(address),
             "cudaDeviceGetStreamPriorityRange": lambda: runtime.stream(urgent=True),
             "cudaMemcpyAsync": lambda: runtime.copy(address, address, size, stream),
+            "cudaDeviceCanAccessPeer": lambda: runtime.can_access_peer(0, 1),
+            "cudaMemcpyPeerAsync": lambda: runtime.copy_from_peer(address, 0, address, 1, size, stream),
             "cudaMemcpy": lambda: runtime.copy_back(address, address, size),
             "cudaEventCreateWithFlags": lambda: runtime.record(stream),
             "cudaEventSynchronize": lambda: runtime.wait(event),

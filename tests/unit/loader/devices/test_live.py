@@ -24,7 +24,7 @@ from shared.contracts.loader import AttachWeights, PrepareWeights, ReleaseWeight
 from shared.contracts.models import ModelCard
 from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
 from shared.contracts.segment import CudaIpcHandle
-from shared.errors import DeviceFailed, InsufficientMemory
+from shared.errors import DeviceFailed, InsufficientMemory, NotFound
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.devices.fake_driver import FakeDriver
 from tests.unit.loader.test_handlers import Bench
@@ -211,6 +211,13 @@ async def test_unfreed_memory_of_a_broken_device_blocks_no_waiter(
     if other_stays:
         await bench.release("host")
     assert bench.status().segments == ()
+
+
+async def test_a_load_to_a_device_without_units_has_no_arrivals_to_follow(bench: GpuBench, card: ModelCard) -> None:
+    found = await bench.on("cuda:0", "a", card)
+    with pytest.raises(NotFound, match="cuda:0 has no units"):
+        await anext(aiter(bench.loader.follow("a", found.weights_id)))
+    assert bench.status().memory == ()
 
 
 async def test_unknown_device_gets_no_handle(bench: GpuBench, card: ModelCard) -> None:

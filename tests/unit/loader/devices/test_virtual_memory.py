@@ -209,6 +209,42 @@ def test_another_process_maps_a_unit_read_only_and_keeps_it(memory: FakeVirtualM
     assert memory.free_bytes(0) == TOTAL
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_device_reads_the_memory_of_another_if_it_was_let(*, has_links: bool) -> None:
+    two = FakeVirtualMemory(TOTAL, devices=2)
+    two.has_links = has_links
+    driver = FakeDriver(2, two, total_bytes=TOTAL)
+    places = []
+    for device in range(2):
+        allocation, start = two.create(device, GRANULARITY), two.reserve(GRANULARITY)
+        two.map(start, GRANULARITY, allocation)
+        two.set_access(start, GRANULARITY, device, writable=True)
+        places.append(start)
+    ctypes.memmove(places[0], b"weights", 7)
+    assert driver.can_access_peer(1, 0) == has_links
+    if has_links:
+        two.set_access(places[0], GRANULARITY, 1, writable=False)
+        assert two.can_access(places[0], 7, writable=True, device=0), "the rights of others stay"
+        assert not two.can_access(places[0], 7, writable=True, device=1)
+    else:
+        with pytest.raises(DeviceFailed, match="no access to the other one's memory"):
+            two.set_access(places[0], GRANULARITY, 1, writable=False)
+    driver.use(0)
+    other = driver.stream(urgent=True)
+    driver.use(1)
+    stream = driver.stream(urgent=True)
+    driver.copy_from_peer(places[1], 1, places[0], 0, 7, stream)
+    driver.wait(driver.record(stream))
+    assert ctypes.string_at(places[1], 7) == b"weights"
+    assert driver.peer_copies == [(0, 1, 7, has_links)]
+    with pytest.raises(DeviceFailed, match="the stream is another device's"):
+        driver.record(other)
+    with pytest.raises(DeviceFailed, match="no access to its own range"):
+        driver.copy_from_peer(places[0], 1, places[1], 0, 7, stream)
+    for each in (stream, other):
+        driver.destroy_stream(each)
+
+
 class TestCopies:
     """The driver's copies go where the device has access."""
 

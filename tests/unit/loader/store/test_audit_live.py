@@ -1,4 +1,4 @@
-"""The loader's audit of a device with memory of its own: on request, and after changes."""
+"""The loader's audit of a device that keeps units: on request, and after changes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from shared.contracts.audit import AuditMemory, DeviceAudit, MemoryAudited
 from shared.contracts.segment import Extent, PagesHandle
 from tests.unit.loader.pools import mapper
 from tests.unit.loader.store.test_separate import Model, load
-from tests.unit.loader.store.test_separate_live import PAGES, TENSORS, SeparateBench, model
+from tests.unit.loader.store.test_separate_live import BENCHES, PAGES, TENSORS, SeparateBench, model
 from weights.client import audit_memory
 from weights.pool import shm
 from weights.store import separate
 from weights.store.units import PAGE_BYTES
 
 
-@pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SeparateBench]:
+@pytest.fixture(params=BENCHES, ids=["cpu", "gpu"])
+async def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SeparateBench]:
     monkeypatch.setattr(auditing, "_CONFIRM_AFTER_S", 0.0)
     monkeypatch.setattr(auditing, "_BETWEEN_AUDITS_S", 0.0)
-    bench = SeparateBench(tmp_path / "home")
+    bench: SeparateBench = request.param(tmp_path / "home")
+    await bench.start()
     yield bench
-    await bench.loader.stop()
-    bench.pool.close(unlink=True)
+    await bench.stop()
 
 
 async def audited(bench: SeparateBench) -> DeviceAudit:
@@ -52,6 +52,7 @@ async def test_a_load_and_its_release_are_conserved(bench: SeparateBench, tmp_pa
     assert (during.violations, after.violations) == ((), ())
 
 
+@pytest.mark.parametrize("bench", BENCHES[:1], indirect=True)  # of a GPU: test_gpu_units_live
 async def test_mappings_of_processes_are_compared_with_the_records(bench: SeparateBench, tmp_path: Path) -> None:
     attached = await bench.on_device("a", await model(bench, tmp_path / "m"))
     assert isinstance(attached.handle, PagesHandle)
@@ -104,4 +105,4 @@ async def test_an_arena_that_fails_to_open_frees_its_reservation(bench: Separate
 async def test_the_local_socket_answers_audits(bench: SeparateBench, tmp_path: Path) -> None:
     async with listening(tmp_path / "loader.sock", LocalReaders(bench.loader, shm.SHM, "socket")):
         [device] = await asyncio.to_thread(audit_memory, tmp_path / "loader.sock", 30.0)
-    assert (device.device_id, device.free_pages, device.violations) == ("cpu:1", PAGES, ())
+    assert (device.device_id, device.free_pages, device.violations) == (bench.DEVICE, PAGES, ())

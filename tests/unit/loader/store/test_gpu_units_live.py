@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 from services.engine.model import gpu_units
+from services.engine.model.arriving import Follower
 from services.loader.local_socket import LocalReaders, listening
-from shared.contracts.loader import WeightsAttached
+from shared.contracts.loader import AttachWeights, WeightsAttached
 from shared.contracts.loader_socket import SocketMap
 from shared.contracts.models import ModelCard
-from shared.contracts.segment import GpuUnitsHandle
-from shared.errors import NotFound
+from shared.contracts.segment import GpuUnitsHandle, PagesLayout
+from shared.errors import EngineFailed, NotFound
 from tests.support import mapped_gpu_units
 from tests.support.fake_virtual_memory import FakeVirtualMemory
 from tests.unit.loader.checkpoints import write_checkpoint
@@ -144,8 +145,8 @@ async def test_engines_map_the_loaded_bytes_and_share_them(bench: UnitsBench, pa
 async def test_units_outlive_their_instance_up_to_the_limit(bench: UnitsBench, path: Path, tmp_path: Path) -> None:
     card = await model(bench, tmp_path / "m", 1, 2, 3, 4, 5)
     found = await bench.load("a", card)
-    engine = Engine(path, "a", found)
-    assert await engine.seen() == bench.units(found)
+    engine, first = Engine(path, "a", found), bench.units(found)
+    assert await engine.seen() == first
     await engine.kill()
     assert (await bench.release("a")).device_bytes == 0, "nothing for the nodeagent to wait for"
     assert bench.used_pages() == (0, REUSE_PAGES)
@@ -153,7 +154,7 @@ async def test_units_outlive_their_instance_up_to_the_limit(bench: UnitsBench, p
     again = await bench.load("b", card)
     assert bench.device.pages().copied_bytes == (5 + 5 - REUSE_PAGES) * PAGE_BYTES
     engine = Engine(path, "b", again)
-    assert await engine.seen() == bench.units(again)
+    assert await engine.seen() == first
     await engine.kill()
 
 
@@ -216,3 +217,55 @@ async def test_engine_that_disconnects_leaves_no_descriptor(
 
 def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_an_engine_maps_units_while_others_are_copied(
+    bench: UnitsBench, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_units, "gpu_memory", mapped_gpu_units.gpu_memory)
+    monkeypatch.setattr(gpu_units, "see_as_bytes", mapped_gpu_units.see_as_bytes)
+    card = await model(bench, tmp_path / "m", 1, 2, 3, 4, 5)
+    bench.driver.gate.clear()
+    index = await bench.loader.handle(AttachWeights(instance_id="a", card=card, until="index", device=DEVICE))
+    assert isinstance(index, WeightsAttached)
+    laid_out: asyncio.Future[PagesLayout | None] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+
+    def report(layout: PagesLayout | None) -> None:
+        loop.call_soon_threadsafe(laid_out.set_result, layout)
+
+    follower = await asyncio.to_thread(Follower, path, "a", index.weights_id, report)
+    async with asyncio.timeout(60):
+        layout = await laid_out
+        assert layout is not None
+        whole = asyncio.create_task(bench.load("a", card))
+        await asyncio.to_thread(bench.driver.await_copies, 1)
+        assert not whole.done()
+        bench.driver.gate.set()
+        spans = [(u.offset, u.offset + u.nbytes) for u in layout.units]
+        await asyncio.to_thread(follower.arriving.wait, spans)
+        found = await whole
+    units = follower.pages
+    assert isinstance(units, gpu_units.ArrivingUnits)
+    assert isinstance(found.handle, GpuUnitsHandle)
+    await asyncio.to_thread(follower.end)
+    units.map_all(found.handle)
+    mapped = [units.memory[u.start : u.start + u.nbytes].numpy().tobytes() for u in layout.units]
+    assert [hashlib.sha256(unit).hexdigest() for unit in mapped] == bench.units(found)
+    with pytest.raises(EngineFailed, match="have changed"):
+        units.map_all(found.handle.model_copy(update={"units": found.handle.units[1:]}))
+    with pytest.raises(EngineFailed, match="not expected"):
+        units.map([0], [os.open(os.devnull, os.O_RDONLY)])
+
+
+async def test_memory_of_others_does_not_count_as_the_devices(bench: UnitsBench, tmp_path: Path) -> None:
+    await bench.load("a", await model(bench, tmp_path / "m", 1, 2))
+    [before] = bench.status().memory
+    bench.driver.use(0)
+    taken = bench.virtual_memory.create(0, 3 * PAGE_BYTES)  # as an engine does for its KV cache
+    await bench.loader.audit()
+    [after] = bench.status().memory
+    assert before.free_bytes - after.free_bytes == before.total_bytes - after.total_bytes == 3 * PAGE_BYTES
+    assert after.free_bytes + after.mapped_bytes + after.reusable_bytes == after.total_bytes
+    assert (after.mapped_bytes, after.is_lending, after.violations) == (2 * PAGE_BYTES, False, ())
+    bench.virtual_memory.release(taken)

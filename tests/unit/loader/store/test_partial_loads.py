@@ -1,4 +1,4 @@
-"""A load to a separate device reads what the device lacks, and host memory keeps nothing of it."""
+"""A load to a device that keeps units reads what it lacks, and host memory keeps nothing of it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ import pytest
 from shared.contracts.loader import AttachWeights, WeightsAttached
 from shared.contracts.models import ModelCard
 from shared.contracts.segment import PAGE
-from tests.unit.loader.store.test_separate_live import TENSORS, SeparateBench, model, read
-from weights.pool import shm
+from tests.unit.loader.store.test_separate_live import BENCHES, TENSORS, SeparateBench, model
 from weights.store.units import PAGE_BYTES
 
 
-@pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[SeparateBench]:
-    bench = SeparateBench(tmp_path / "home")
+@pytest.fixture(params=BENCHES, ids=["cpu", "gpu"])
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SeparateBench]:
+    bench: SeparateBench = request.param(tmp_path / "home")
+    await bench.start()
     yield bench
-    await bench.loader.stop()
-    bench.pool.close(unlink=True)
-    assert shm.segments(bench.records.prefix) == []
+    await bench.stop()
 
 
 def counted(bench: SeparateBench) -> tuple[int, int, int]:
@@ -45,21 +43,21 @@ async def on_host(bench: SeparateBench, instance: str, card: ModelCard) -> Weigh
 @pytest.mark.parametrize("hashed", [True, False], ids=["converted", "known from an earlier load"])
 async def test_a_load_of_units_that_are_there_reads_no_weights(bench: SeparateBench, tmp_path: Path, hashed: bool) -> None:
     card = await model(bench, tmp_path / "m", hashed=hashed)
-    first = read(await bench.on_device("a", card))
+    first = bench.read("a", await bench.on_device("a", card))
     await bench.release("a")
     await bench.until_segments(0)
     before = bench.status().read_bytes
-    assert read(await bench.on_device("b", card)) == first
+    assert bench.read("b", await bench.on_device("b", card)) == first
     assert bench.status().read_bytes == before
     assert counted(bench) == (TENSORS, TENSORS, TENSORS)
 
 
 async def test_the_second_of_two_fine_tunes_starts_with_a_fifth_of_the_bytes(bench: SeparateBench, tmp_path: Path) -> None:
     base, tuned = await model(bench, tmp_path / "base"), await model(bench, tmp_path / "tuned", changed=2)
-    first = read(await bench.on_device("a", base))
+    first = bench.read("a", await bench.on_device("a", base))
     assert counted(bench) == (TENSORS, TENSORS, TENSORS)
     in_host_memory = bench.pool.count_allocated()
-    second = read(await bench.on_device("b", tuned))
+    second = bench.read("b", await bench.on_device("b", tuned))
     assert second[: 8 * PAGE_BYTES] == first[: 8 * PAGE_BYTES]
     assert second[8 * PAGE_BYTES :] != first[8 * PAGE_BYTES :]
     assert counted(bench) == (TENSORS + 2, TENSORS + 2, TENSORS + 2), "1.2 times one model"
@@ -92,7 +90,7 @@ async def test_weights_in_host_memory_are_copied_from_there(bench: SeparateBench
     await bench.on_device("a", base)
     await on_host(bench, "b", tuned)
     before = bench.status().read_bytes
-    assert read(await bench.on_device("c", tuned))
+    assert bench.read("c", await bench.on_device("c", tuned))
     assert bench.status().read_bytes == before
     assert bench.memory().copied_bytes == (TENSORS + 2) * PAGE_BYTES
 

@@ -1,4 +1,7 @@
-"""Units that lie on another device of the node are copied from there."""
+"""Units that lie on another device of the node are copied from there.
+
+On cpu, and on GPUs by the stand-in driver.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.loader.store.test_separate import PREFIX, TENSOR, Model, check, fill, load, pages_of
+from tests.unit.loader.store.gpu import Gpu, Gpus
+from tests.unit.loader.store.test_separate import GPUS, PREFIX, TENSOR, Model, check, fill, load, pages_of
 from weights.devices.pacing import Pacer
 from weights.store import checking, copying, peers
 from weights.store import missing as missing_units
+from weights.store.cost import SECONDS_PER_GB
 from weights.store.generations import file_name
 from weights.store.missing import Missing
 from weights.store.node_devices import NodeDevices
@@ -20,21 +25,16 @@ from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
 from weights.store.units import PAGE_BYTES
 
-PAIR = frozenset(("cpu:1", "cpu:2"))
 SLOW = 1.0
 """Bytes per second of a link that never finishes a unit in a test."""
 
 
 class Node:
-    """Two devices that share what they know. `host`: pace from host memory to the second one."""
+    """Two devices that share what they know, of 8 pages each. `peer`: pace of their link."""
 
-    def __init__(self, *, host: float | None = None, peer: float | None = None, verify: bool = False) -> None:
-        known = KnownUnits()
-        names = [file_name(PREFIX, d, "boot") for d in ("cpu:1", "cpu:2")]
-        self.one = SeparateDevice("cpu:1", 8 * PAGE_BYTES, names[0], known=known)
-        self.two = SeparateDevice("cpu:2", 8 * PAGE_BYTES, names[1], known=known, host_bytes_per_second=host, verify=verify)
-        pacers = {PAIR: Pacer(peer)} if peer is not None else {}
-        self.devices = NodeDevices({"cpu:1": self.one, "cpu:2": self.two}, known=known, pacers=pacers)
+    one: SeparateDevice
+    two: SeparateDevice
+    devices: NodeDevices
 
     def becomes_reusable(self, count: int) -> bool:
         """Wait until this number of units on the first device have no holder."""
@@ -51,9 +51,48 @@ class Node:
         self.devices.close()
 
 
+class CpuNode(Node):
+    def __init__(self, *, peer: float | None = None, verify: bool = False) -> None:
+        known = KnownUnits()
+        names = [file_name(PREFIX, d, "boot") for d in ("cpu:1", "cpu:2")]
+        self.one = SeparateDevice("cpu:1", 8 * PAGE_BYTES, names[0], known=known)
+        self.two = SeparateDevice("cpu:2", 8 * PAGE_BYTES, names[1], known=known, verify=verify)
+        pacers = {frozenset(("cpu:1", "cpu:2")): Pacer(peer)} if peer is not None else {}
+        self.devices = NodeDevices({"cpu:1": self.one, "cpu:2": self.two}, known=known, pacers=pacers)
+
+
+class GpuNode(Node):
+    def __init__(self, *, peer: float | None = None, verify: bool = False, reuse_pages: int | None = None) -> None:
+        known = KnownUnits()
+        self.gpus = self.make_gpus(known, verify=verify, reuse_pages=reuse_pages)
+        pacers = {frozenset(("cuda:0", "cuda:1")): Pacer(peer)} if peer is not None else {}
+        self.devices = NodeDevices({}, self.gpus.devices, known, pacers)
+        self.one, self.two = self._open("cuda:0"), self._open("cuda:1")
+
+    def make_gpus(self, known: KnownUnits, *, verify: bool, reuse_pages: int | None = None) -> Gpus:
+        return Gpus(8, 2, verify=verify, known=known, reuse_pages=reuse_pages)
+
+    def _open(self, device_id: str) -> SeparateDevice:
+        found = self.devices.get(device_id)
+        assert isinstance(found, SeparateDevice)
+        GPUS[found] = Gpu(machine=self.gpus, device_id=device_id)
+        return found
+
+    def close(self) -> None:
+        super().close()
+        self.gpus.close()
+        del GPUS[self.one], GPUS[self.two]
+
+
+@pytest.fixture(params=[CpuNode, GpuNode], ids=["cpu", "gpu"])
+def make(request: pytest.FixtureRequest) -> type[CpuNode] | type[GpuNode]:
+    found: type[CpuNode] | type[GpuNode] = request.param
+    return found
+
+
 @pytest.fixture
-def node() -> Iterator[Node]:
-    node = Node(verify=True)
+def node(make: type[CpuNode] | type[GpuNode]) -> Iterator[Node]:
+    node = make(verify=True)
     yield node
     node.close()
 
@@ -93,8 +132,8 @@ def test_only_units_that_no_device_has_are_read(node: Node) -> None:
     assert (node.two.pages().peer_bytes, arena.copied_bytes) == (2 * TENSOR, 3 * TENSOR)
 
 
-def test_units_being_copied_are_not_reclaimed_there() -> None:
-    node, model = Node(peer=SLOW), Model("m", 1, 2, 3)
+def test_units_being_copied_are_not_reclaimed_there(make: type[CpuNode] | type[GpuNode]) -> None:
+    node, model = make(peer=SLOW), Model("m", 1, 2, 3)
     load(node.one, model).release()
     arena = node.two.allocate(model.place())
     assert pages_of(node.one.pages()) == (5, 3, 0, 0), "held for the copy"
@@ -103,8 +142,8 @@ def test_units_being_copied_are_not_reclaimed_there() -> None:
     node.close()
 
 
-def test_host_memory_takes_what_a_slow_device_has_not_copied() -> None:
-    node, model = Node(peer=SLOW), Model("m", 1, 2, 3)
+def test_host_memory_takes_what_a_slow_device_has_not_copied(make: type[CpuNode] | type[GpuNode]) -> None:
+    node, model = make(peer=SLOW), Model("m", 1, 2, 3)
     load(node.one, model)
     arena = node.two.allocate(model.place())
     arena.fill(0, model.address, model.nbytes)
@@ -153,8 +192,8 @@ def test_a_damaged_unit_of_another_device_is_taken_from_host_memory(node: Node, 
     assert arena.copied_bytes == 2 * TENSOR
 
 
-def test_a_device_that_closes_midway_is_no_source_any_more() -> None:
-    node, model = Node(peer=40 * TENSOR), Model("m", 1, 2, 3)
+def test_a_device_that_closes_midway_is_no_source_any_more(make: type[CpuNode] | type[GpuNode]) -> None:
+    node, model = make(peer=40 * TENSOR), Model("m", 1, 2, 3)
     load(node.one, model)
     arena = node.two.allocate(model.place())
     node.one.close()
@@ -163,3 +202,89 @@ def test_a_device_that_closes_midway_is_no_source_any_more() -> None:
     arena.release()
     assert pages_of(node.two.pages()) == (5, 0, 3, 0)
     node.close()
+
+
+@pytest.mark.parametrize("has_links", [True, False], ids=["linked", "by way of the host"])
+def test_gpus_copy_over_their_link_where_they_have_one(has_links: bool) -> None:
+    node, model = GpuNode(verify=True), Model("m", 1, 2, 3)
+    node.gpus.virtual_memory.has_links = has_links
+    load(node.one, model)
+    arena = node.two.allocate(model.place())
+    assert arena.wait(model.nbytes)
+    check(arena, model)
+    assert node.gpus.driver.peer_copies == [(0, 1, TENSOR, has_links)] * 3
+    assert node.gpus.driver.copies != [], "the first device got its units from host memory"
+    node.close()
+
+
+def test_units_that_were_held_for_a_copy_are_freed_beyond_the_limit_afterwards() -> None:
+    node, model = GpuNode(peer=SLOW, reuse_pages=1), Model("m", 1, 2, 3)
+    first = load(node.one, model)
+    arena = node.two.allocate(model.place())
+    first.release()
+    assert pages_of(node.one.pages()) == (5, 3, 0, 0), "held for the copy"
+    arena.release()
+    assert pages_of(node.one.pages()) == (7, 0, 1, 0)
+    assert node.gpus.virtual_memory.free_bytes(0) == 7 * PAGE_BYTES
+    node.close()
+
+
+@pytest.mark.parametrize("fault", ["fail_copy", "fail_event"])
+def test_units_that_a_gpu_fails_to_copy_from_another_are_taken_from_host_memory(fault: str) -> None:
+    node, model = GpuNode(), Model("m", 1, 2)
+    load(node.one, model)
+    setattr(node.gpus.driver, fault, True)
+    arena = node.two.allocate(model.place())
+    with node.two.changed:
+        assert node.two.changed.wait_for(lambda: len(arena.missing) == 1 and not arena.under_way, 30.0)
+    [(start, end)] = arena.find_missing()
+    arena.fill(start, model.address + start, end - start)
+    assert arena.wait(model.nbytes)
+    check(arena, model)
+    assert (node.two.pages().peer_bytes, node.two.pages().copied_bytes) == (TENSOR, 2 * TENSOR)
+    node.close()
+
+
+def test_a_gpu_copies_from_a_cpu_device_and_back() -> None:
+    known = KnownUnits()
+    gpus, cpu = Gpus(8, known=known), SeparateDevice("cpu:1", 8 * PAGE_BYTES, file_name(PREFIX, "cpu:1", "boot"), known=known)
+    devices = NodeDevices({"cpu:1": cpu}, gpus.devices, known)
+    gpu = devices.get("cuda:0")
+    assert isinstance(gpu, SeparateDevice)
+    GPUS[gpu] = Gpu(machine=gpus)
+    one, two = Model("one", 1, 2), Model("two", 3, 4)
+    load(cpu, one)
+    load(gpu, two)
+    for device, model in ((gpu, one), (cpu, two)):
+        arena = device.allocate(model.place())
+        assert arena.wait(model.nbytes)
+        check(arena, model)
+        assert device.pages().peer_bytes == 2 * TENSOR
+    devices.close()
+    gpus.close()
+    del GPUS[gpu]
+
+
+def test_a_gpu_that_is_not_open_yet_lacks_all_that_others_have() -> None:
+    known = KnownUnits()
+    gpus = Gpus(8, 2, known=known)
+    devices, model = NodeDevices({}, gpus.devices, known), Model("m", 1, 2, 3)
+    contents = model.place().contents
+    assert contents is not None
+    assert devices.count_missing("m", contents) == {}
+    first = devices.get("cuda:0")
+    assert isinstance(first, SeparateDevice)
+    assert devices.count_missing("m", contents) == {}
+    load(first, model).release()
+    assert devices.count_missing("m", contents) == {"cuda:0": 0, "cuda:1": 3 * TENSOR}
+    devices.expect({"m": 0.5})
+    second = devices.get("cuda:1")
+    assert isinstance(second, SeparateDevice)
+    assert second.store().units == {}
+    arena = second.allocate(model.place())
+    assert arena.wait(model.nbytes)
+    assert {second.cost()(u) / first.cost()(u) for u in second.store().units.values()} == {1.0}, "priced alike"
+    assert second.cost()(next(iter(second.store().units.values()))) == TENSOR / 1e9 * SECONDS_PER_GB["ssd"] * 0.5
+    assert (second.pages().peer_bytes, [w.missing_bytes for w in first.pages().weights]) == (3 * TENSOR, [0])
+    devices.close()
+    gpus.close()

@@ -114,8 +114,7 @@ def seen(arena: Arena, tensors: Sequence[SegmentTensor]) -> list[bytes]:
         places.append((unit.start + t.offset - unit.offset, t.nbytes))
     assert isinstance(arena, PagedArena)
     if isinstance(handle, GpuUnitsHandle):
-        with GPUS[arena._device].mapped(arena, handle) as address:
-            return [ctypes.string_at(address + start, nbytes) for start, nbytes in places]
+        return GPUS[arena._device].read(arena, handle, places)
     mapped = map_extents(shm.SHM / handle.file, handle.extents)
     try:
         return [mapped[start : start + nbytes] for start, nbytes in places]

@@ -1,4 +1,7 @@
-"""The loader's loop loads weights to a cpu device with memory of its own."""
+"""The loader's loop loads weights to a device that keeps units.
+
+On a cpu device with memory of its own, and on a GPU by the stand-in driver.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,18 @@ from services.loader.adapters.runs import Runs
 from services.loader.domain.events import Event
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import AttachWeights, DeviceMemory, ReleaseWeights, WeightsAttached, WeightsReleased
+from shared.contracts.loader_socket import SocketMap
 from shared.contracts.models import ModelCard
-from shared.contracts.segment import PagesHandle
+from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
+from shared.contracts.segment import GpuUnitsHandle, PagesHandle
 from shared.mapping import map_extents
 from tests.unit.loader.checkpoints import write_checkpoint
+from tests.unit.loader.store.gpu import Gpu, Gpus
 from tests.unit.loader.test_handlers import Bench
 from weights.convert.job import convert
 from weights.pool import shm
+from weights.pool.chunks import CHUNK_BYTES
+from weights.pool.memory import PoolMemory
 from weights.store.generations import file_name
 from weights.store.node_devices import NodeDevices
 from weights.store.separate import SeparateDevice
@@ -33,6 +41,13 @@ PAGES = 2 * TENSORS
 
 
 class SeparateBench(Bench):
+    """A loader with one device that keeps units: a separate cpu device."""
+
+    DEVICE = "cpu:1"
+
+    async def start(self) -> None:
+        """Let engines map weights on the device."""
+
     def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
         name = file_name(self.records.prefix, "cpu:1", "boot")
         if not (shm.SHM / name).exists():  # the first of two loaders of this class has no devices
@@ -41,7 +56,7 @@ class SeparateBench(Bench):
         return Runs(self.pool, self.sources, emit, Threads(2, 2), copies=copies), Reclaimer(self.pool, emit)
 
     async def on_device(self, instance: str, card: ModelCard) -> WeightsAttached:
-        asked = AttachWeights(instance_id=instance, card=card, until="complete", device="cpu:1")
+        asked = AttachWeights(instance_id=instance, card=card, until="complete", device=self.DEVICE)
         found = await self.loader.handle(asked)
         assert isinstance(found, WeightsAttached)
         return found
@@ -57,14 +72,82 @@ class SeparateBench(Bench):
         assert self.device.audit() == []
         return found
 
+    def read(self, instance: str, found: WeightsAttached) -> bytes:
+        """Return the units as an engine of the instance maps them."""
+        assert isinstance(found.handle, PagesHandle)
+        mapped = map_extents(shm.SHM / found.handle.file, found.handle.extents)
+        try:
+            return b"".join(mapped[u.start : u.start + u.nbytes] for u in found.handle.units)
+        finally:
+            mapped.close()
 
-@pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[SeparateBench]:
-    bench = SeparateBench(tmp_path / "home")
+    async def stop(self) -> None:
+        """Stop the loader, and check that it leaves nothing."""
+        await self.loader.stop()
+        self.pool.close(unlink=True)
+        assert shm.segments(self.records.prefix) == []
+
+
+class GpuSeparateBench(SeparateBench):
+    """A loader with one GPU, of which all pages may be units without an instance."""
+
+    DEVICE = "cuda:0"
+
+    def make_gpus(self) -> Gpus:
+        return Gpus(PAGES)
+
+    def __init__(self, home: Path) -> None:
+        self.gpus = self.make_gpus()
+        super().__init__(home)
+        self.pool.close(unlink=True)
+        pin, unpin = self.gpus.devices.pin, self.gpus.devices.unpin
+        self.pool = PoolMemory(self.records.pool_name, 8 * CHUNK_BYTES, on_populated=pin, on_punch=unpin)
+        self.loader = self.another("boot")
+
+    def workers(self, emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
+        devices = NodeDevices({}, self.gpus.devices)
+        found = devices.get(self.DEVICE)
+        assert isinstance(found, SeparateDevice)
+        self.device = found
+        copies = Copies(devices, self.pool, emit)
+        return Runs(self.pool, self.sources, emit, Threads(2, 2), copies=copies), Reclaimer(self.pool, emit)
+
+    async def start(self) -> None:
+        capabilities = (Capability(name=WEIGHTS_ON_GPU, available=True),)
+        await self.loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), capabilities=capabilities))
+
+    def memory(self) -> DeviceMemory:
+        self.check_pins()
+        return super().memory()
+
+    def check_pins(self) -> None:
+        """Check that page-locked memory is there: a device reads the pages that were locked."""
+        start = self.pool._address
+        for address, nbytes in self.gpus.driver.pinned.items():
+            assert self.pool.has_memory(address - start, nbytes)
+
+    def read(self, instance: str, found: WeightsAttached) -> bytes:
+        assert isinstance(found.handle, GpuUnitsHandle)
+        ask = SocketMap(instance_id=instance, weights_id=found.weights_id)
+        sent = self.loader.export_units(ask, self.gpus.exited.pid)
+        units = [(u.start, u.nbytes) for u in found.handle.units]
+        return b"".join(Gpu(machine=self.gpus).read_sent(found.handle, sent, units))
+
+    async def stop(self) -> None:
+        await super().stop()
+        self.gpus.exited.close()
+        self.gpus.check_closed()
+
+
+BENCHES = (SeparateBench, GpuSeparateBench)
+
+
+@pytest.fixture(params=BENCHES, ids=["cpu", "gpu"])
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SeparateBench]:
+    bench: SeparateBench = request.param(tmp_path / "home")
+    await bench.start()
     yield bench
-    await bench.loader.stop()
-    bench.pool.close(unlink=True)
-    assert shm.segments(bench.records.prefix) == []
+    await bench.stop()
 
 
 async def model(bench: Bench, directory: Path, *, changed: int = 0, hashed: bool = True, more: int = 0) -> ModelCard:
@@ -78,28 +161,19 @@ async def model(bench: Bench, directory: Path, *, changed: int = 0, hashed: bool
     return await bench.card(directory / "converted")
 
 
-def read(found: WeightsAttached) -> bytes:
-    assert isinstance(found.handle, PagesHandle)
-    mapped = map_extents(shm.SHM / found.handle.file, found.handle.extents)
-    try:
-        return b"".join(mapped[u.start : u.start + u.nbytes] for u in found.handle.units)
-    finally:
-        mapped.close()
-
-
 @pytest.mark.parametrize("hashed", [True, False], ids=["converted", "other"])
 async def test_a_second_load_copies_nothing_and_a_fine_tune_a_fifth(bench: SeparateBench, tmp_path: Path, hashed: bool) -> None:
     base = await model(bench, tmp_path / "base", hashed=hashed)
-    first = read(await bench.on_device("a", base))
+    first = bench.read("a", await bench.on_device("a", base))
     one = bench.memory()
     assert (one.copied_bytes, one.mapped_bytes) == (TENSORS * PAGE_BYTES, TENSORS * PAGE_BYTES)
     await bench.release("a")
     assert bench.memory().reusable_bytes == one.mapped_bytes
     await bench.until_segments(0)  # host memory has nothing of it any more
-    assert read(await bench.on_device("b", base)) == first
+    assert bench.read("b", await bench.on_device("b", base)) == first
     assert bench.memory().copied_bytes == one.copied_bytes
     tuned = await model(bench, tmp_path / "tuned", changed=2, hashed=hashed)
-    second = read(await bench.on_device("c", tuned))
+    second = bench.read("c", await bench.on_device("c", tuned))
     both = bench.memory()
     assert second[: 8 * PAGE_BYTES] == first[: 8 * PAGE_BYTES]
     assert second[8 * PAGE_BYTES :] != first[8 * PAGE_BYTES :]
@@ -116,12 +190,16 @@ async def test_a_device_without_room_is_an_error_of_the_attach(bench: SeparateBe
     other = await model(bench, tmp_path / "other", changed=TENSORS, hashed=False, more=1)
     refused = await bench.on_device("b", other)
     assert refused.handle is None
-    assert isinstance(refused.device_error, ErrorBody)
-    assert refused.device_error.code == "insufficient_memory"
+    if bench.DEVICE.startswith("cpu"):
+        assert isinstance(refused.device_error, ErrorBody)
+        assert refused.device_error.code == "insufficient_memory"
+    else:
+        assert refused.device_error is None, "the engine copies the weights from host memory"
+        assert refused.loaded_bytes == refused.total_bytes
     await bench.release("a")
-    assert (await bench.on_device("b", other)).device_error is not None, "it is tried again by another instance"
+    assert (await bench.on_device("b", other)).handle is None, "it is tried again by another instance"
     await bench.release("b")
-    assert read(await bench.on_device("c", other))
+    assert bench.read("c", await bench.on_device("c", other))
 
 
 async def test_devices_without_memory_of_their_own_get_no_copy(bench: SeparateBench, tmp_path: Path) -> None:

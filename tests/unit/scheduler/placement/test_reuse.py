@@ -35,9 +35,9 @@ def there(name: str, missing: int, *, unmapped: int | None = None, exclusive: in
     )
 
 
-def memory(*weights: WeightsOnDevice, mapped: int = 0, lent: int = 0, total: int = 4000) -> DeviceMemory:
+def memory(*weights: WeightsOnDevice, mapped: int = 0, lent: int = 0, total: int = 4000, device: str = "cpu:0") -> DeviceMemory:
     return DeviceMemory(
-        device_id="cpu:0",
+        device_id=device,
         total_bytes=total * MIB,
         free_bytes=(total - mapped - lent) * MIB,
         mapped_bytes=mapped * MIB,
@@ -109,15 +109,16 @@ def test_the_weights_are_prepared_on_the_device(w: World) -> None:
     assert (prepare.node, prepare.command.device) == ("n1", "cpu:0")
 
 
-def test_an_instance_needs_only_what_it_does_not_share() -> None:
+@pytest.mark.parametrize("device", ["cpu:0", "cuda:0"])
+def test_an_instance_needs_only_what_it_does_not_share(device: str) -> None:
     """Two fine-tunes of a base fit beside it, on a device that would hold two whole instances."""
     w = World()
     for name in ("base", "one", "two"):
         w.model(name, weights=WEIGHTS)
     own = own_need(w, "base")
     budget = WEIGHTS + 2 * 200 * MIB + 3 * own
-    w.node("n", budget)
-    w.loader("n", [memory(total=budget // MIB)])
+    w.node("n", budget, devices=(device,))
+    w.loader("n", [memory(total=budget // MIB, device=device)])
     w.up("base")
     w.loader(
         "n",
@@ -127,6 +128,7 @@ def test_an_instance_needs_only_what_it_does_not_share() -> None:
                 there("one", 200, unmapped=200),
                 there("two", 200, unmapped=200),
                 mapped=1000,
+                device=device,
             )
         ],
     )
@@ -136,7 +138,7 @@ def test_an_instance_needs_only_what_it_does_not_share() -> None:
     assert (plan.chosen.needed_bytes, plan.chosen.clearing) == (200 * MIB + own, "none")
     w.up("two")
     assert len(w.of("base")) == len(w.of("one")) == len(w.of("two")) == 1
-    booked = booking_of(w.state, "n", "cpu:0")
+    booked = booking_of(w.state, "n", device)
     assert (booked.held_bytes, booked.free_bytes) == (budget, 0)
 
 

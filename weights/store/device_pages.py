@@ -35,6 +35,7 @@ from weights.store.pages import (
     reserve,
     settle,
     share,
+    spared_pages,
 )
 from weights.store.units import PAGE_BYTES, Unit
 from weights.store.usage import PagesInUse, pages_in_use
@@ -144,7 +145,8 @@ class DevicePages:
 
     def _reserve(self, holder: str, weights_id: str, wanted: Sequence[Unit]) -> tuple[Reservation | None, Keep]:
         """Reserve the wanted units. The second value: the units that were not to be reclaimed."""
-        short = sum(u.pages for u in wanted if u.key not in self.store.units) > len(self.store.free)
+        pages = sum(u.pages for u in wanted if u.key not in self.store.units)
+        short = pages + spared_pages(self.store) > len(self.store.free)
         keep = self.keep() if short else keep_none
         return reserve(self.store, holder, weights_id, wanted, self._clock(), self.cost(), keep), keep
 

@@ -275,6 +275,16 @@ def test_pinned_and_mapped_units_are_never_reclaimed(device: SeparateDevice) -> 
     check(mapped, Model("mapped", 4, 5, 6))
 
 
+def test_no_pinned_unit_is_reclaimed_to_spare_short_runs() -> None:
+    """Of 65 pages 23 are free, in a run shorter than a spared one, and the others are pinned."""
+    device = made(pages=65)
+    load(device, Model("pinned", *range(42)), pinned=True).release()
+    new = Model("new", *range(50, 73))
+    load(device, new).release()
+    assert pages_of(device.pages()) == (0, 0, 65, 0)
+    device.close()
+
+
 def test_units_that_a_process_still_maps_are_not_reclaimed() -> None:
     device = made()
     arena = load(device, Model("m", 1, 2, 3))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import numpy as np
 import pytest
 from _pytest.mark.structures import ParameterSet
@@ -57,6 +58,8 @@ class Stores(StoppingMesh):
         path = self.home / f"{name}.yaml"
         path.write_text(json.dumps({"defaults": {"keep_alive": -1}, "models": [model]}))
         self.json("models", "add", "--config", str(path))
+        # A gateway learns of a new model a moment later.
+        until(lambda: httpx.get(f"{self.url}/v1/models/{name}", verify=False).is_success, what=f"the gateway knows {name}")
         return name
 
     def prepare(self, load: Load) -> tuple[str, str]:

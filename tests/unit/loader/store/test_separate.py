@@ -319,6 +319,7 @@ def test_a_unit_whose_bytes_have_changed_is_copied_again(device: SeparateDevice,
     second = load(device, model)
     check(second, model)
     assert second.copied_bytes == TENSOR
+    assert device.pages().changed_units == device.snapshot().changed_units == 1
     assert pages_of(device.pages())[1] == (4 if held else 3)
     first.release()
     assert pages_of(device.pages()) == (9, 3, 0, 0)

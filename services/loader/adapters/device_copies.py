@@ -301,7 +301,7 @@ class Copies:
         with self._lock:
             copies = tuple(self._copies.items())
         mine = [(n, c) for n, c in copies if c.order.device == name]
-        # A copy does not refer to its arena while that is opened or released, under the copy's lock.
+        # A copy does not refer to its arena while it is opened or released, which its lock shows.
         under_way = sum(c.lock.locked() for _, c in mine)
         arenas = {c.arena.holder: (c.order.weights_id, n) for n, c in mine if isinstance(c.arena, PagedArena)}
         lost = sorted(found.snapshot.open_arenas - arenas.keys())[under_way:]

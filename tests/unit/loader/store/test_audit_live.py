@@ -90,29 +90,29 @@ async def test_an_arena_that_is_opened_or_released_is_no_violation(
     bench: SeparateBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Both may take longer than the time between two audits: they wait for copies."""
-    original, reached, go_on = getattr(bench.device, method), threading.Event(), threading.Event()
+    original, reached, proceed = getattr(bench.device, method), threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> Any:
         if method == "remove":
             reached.set()
-            go_on.wait(60)
+            proceed.wait(60)
         found = original(*arguments)
         if method == "allocate":
             reached.set()
-            go_on.wait(60)
+            proceed.wait(60)
         return found
 
     monkeypatch.setattr(bench.device, method, slow)
-    loading = asyncio.create_task(bench.on_device("a", await model(bench, tmp_path / "m")))
+    work: asyncio.Task[Any] = asyncio.create_task(bench.on_device("a", await model(bench, tmp_path / "m")))
     if method == "remove":
-        await loading
-        loading = asyncio.create_task(bench.release("a"))
+        await work
+        work = asyncio.create_task(bench.release("a"))
     try:
         assert await asyncio.to_thread(reached.wait, 60)
         assert (await audited(bench)).violations == ()
     finally:
-        go_on.set()
-    await loading
+        proceed.set()
+    await work
     assert (await audited(bench)).violations == ()
 
 

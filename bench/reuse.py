@@ -263,8 +263,8 @@ def report(arms: Sequence[Arm], levels: Sequence[str]) -> dict[str, float]:
     return figures
 
 
-CHURN_LOADS = 400
-"""Before it, the order of loads has mixed the free pages."""
+CHURN = reuse_remap.Churn()
+"""Before its end, the order of loads has mixed the free pages."""
 
 
 def report_moves(options: argparse.Namespace) -> dict[str, float]:
@@ -277,12 +277,7 @@ def report_moves(options: argparse.Namespace) -> dict[str, float]:
             f"remap 8 GiB of scattered {name}: 0 bytes moved; {ours['reserve_ms']:.2f} ms to reserve the pages, "
             f"{ours['map_ms']:.2f} ms for {ours['mappings']:.0f} mappings in the engine"
         )
-    churned = [reuse_remap.churn(CHURN_LOADS, seed) for seed in range(options.rounds)]
-    figures |= {f"churn_{k}": median([c[k] for c in churned]) for k in churned[0]}
-    print(
-        f"after {CHURN_LOADS} loads of ten models beside a KV cache, {options.rounds} seeds: {figures['churn_runs']:.0f} runs of pages for "
-        f"each 8 GiB (at most {max(c['most_runs'] for c in churned):.0f}), {figures['churn_map_ms']:.2f} ms to map a load"
-    )
+    figures |= _report_churn(options.rounds)
     print(f"this machine copies {speed:.1f} GB/s")
     figures["copy_gb_per_s"] = speed
     for name, found in reuse_remap.moving(max(30, options.requests)).items():
@@ -293,6 +288,23 @@ def report_moves(options: argparse.Namespace) -> dict[str, float]:
             f"{name}_move_ms": ms,
             f"{name}_compute_ms": found["compute_ms"],
         }
+    return figures
+
+
+def _report_churn(rounds: int) -> dict[str, float]:
+    """Print the runs of pages after many loads: as they are, and if units spared no free pages."""
+    churned = [[reuse_remap.churn(CHURN, seed, spares=spares) for spares in (True, False)] for seed in range(rounds)]
+    figures = {f"churn_history_{k}": v for k, v in CHURN.figures().items()} | {"churn_history_seeds": float(rounds)}
+    for arm, name in enumerate(("churn", "churn_unspared")):
+        found = {k: median([c[arm][k] for c in churned]) for k in churned[0][arm]}
+        figures |= {f"{name}_{k}": v for k, v in found.items()}
+        most = max(c[arm]["most_runs"] for c in churned)
+        print(
+            f"{name}: after {CHURN.loads} loads of {CHURN.models} models beside a KV cache of up to {CHURN.kv_pages} pages, {rounds} seeds, "
+            f"each 8 GiB: {found['runs']:.0f} runs of pages (at most {most:.0f}), {found['map_ms']:.2f} ms to map "
+            f"({found['map_cpu_ms']:.2f} ms of CPU time); {found['free_pages']:.0f} of {CHURN.pages} pages stay free, "
+            f"{found['copied_gb']:.0f} GB copied in all"
+        )
     return figures
 
 

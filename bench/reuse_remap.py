@@ -12,7 +12,9 @@ import mmap
 import os
 import random
 import time
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from unittest.mock import patch
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from bench.papers import tangram_fig10 as fig10
 from bench.papers.constants import tangram as c
 from bench.report import median
 from shared.mapping import map_descriptor
+from weights.store import pages
 from weights.store.memory import extents_of
 from weights.store.pages import Store, complete, give_back, lend, release, reserve
 from weights.store.units import PAGE_BYTES, Unit
@@ -61,24 +64,49 @@ def remap(nbytes: int, run_pages: int, rounds: int) -> dict[str, float]:
     return {"reserve_ms": median(reserving), "map_ms": median(mapping), "mappings": float(len(extents)), "moved_bytes": 0.0}
 
 
-def churn(loads: int, seed: int = 0, pages: int = 20 * GIB // PAGE_BYTES) -> dict[str, float]:
+@dataclass(frozen=True)
+class Churn:
+    """A history of loads beside a KV cache.
+
+    Attributes:
+        pages: The pool.
+        models: Models of 2 to 8 GiB that follow each other at random. Pairs share most units.
+        kv_pages: The KV cache has fewer pages than this, at random before each load.
+    """
+
+    loads: int = 400
+    pages: int = 20 * GIB // PAGE_BYTES
+    models: int = 10
+    kv_pages: int = 600
+
+    def figures(self) -> dict[str, float]:
+        return {name: float(value) for name, value in asdict(self).items()}
+
+
+def churn(history: Churn, seed: int = 0, *, spares: bool = True) -> dict[str, float]:
     """Return the runs of pages for each 8 GiB of a load after many loads, and the mapping times.
 
-    Ten models of 2 to 8 GiB, of which pairs share most units, follow each other at random in one
-    pool. A KV cache borrows single pages beside them and returns them in another order. The last
-    tenth of the loads is measured.
+    The KV cache borrows single pages and returns them in another order. The last tenth of the loads
+    is measured; copied bytes are those of all loads.
+
+    Args:
+        spares: False: units also take the free pages that they would leave to KV caches.
     """
-    rng = random.Random(seed)
-    models = [_model(number, rng) for number in range(10)]
-    store = Store.empty(pages)
+    with nullcontext() if spares else patch.object(pages, "spared_pages", lambda _: 0):
+        return _churn(history, random.Random(seed))
+
+
+def _churn(history: Churn, rng: random.Random) -> dict[str, float]:
+    models = [_model(number, rng) for number in range(history.models)]
+    store = Store.empty(history.pages)
     borrowed: list[int] = []
-    extents, mapping = [], []
+    extents, mapping, cpu, free, copied = [], [], [], [], 0
     file = os.memfd_create("thaw-bench-churn")
     try:
-        os.ftruncate(file, pages * PAGE_BYTES)
-        for number in range(loads):
+        os.ftruncate(file, history.pages * PAGE_BYTES)
+        for number in range(history.loads):
             units = rng.choice(models)
-            wanted = rng.randrange(600)
+            wanted = rng.randrange(history.kv_pages)
             if borrowed and (returned := rng.sample(borrowed, max(0, len(borrowed) - wanted))):
                 store = give_back(store, "kv", returned)
             if (lent := lend(store, "kv", max(0, wanted - len(borrowed)), lambda u: u.used_at)) is not None:
@@ -86,17 +114,29 @@ def churn(loads: int, seed: int = 0, pages: int = 20 * GIB // PAGE_BYTES) -> dic
             borrowed = list(store.lent.get("kv", ()))
             found = reserve(store, "a", "m", units, float(number), lambda u: u.used_at)
             assert found is not None
+            copied += sum(u.nbytes for u in found.missing)
             store, _ = release(complete(found.store, [u.key for u in found.missing]), "a", float(number))
-            if number >= loads - loads // 10:
+            if number >= history.loads - history.loads // 10:
                 runs = extents_of([store.units[u.key] for u in units])
-                began = time.perf_counter()
+                parts = 8 * GIB / sum(u.nbytes for u in units)
+                began, cpu_began = time.perf_counter(), time.thread_time()
                 mapped: mmap.mmap = map_descriptor(file, runs)
-                mapping.append((time.perf_counter() - began) * 1e3)
+                mapping.append((time.perf_counter() - began) * 1e3 * parts)
+                cpu.append((time.thread_time() - cpu_began) * 1e3 * parts)
                 mapped.close()
-                extents.append(len(runs) * 8 * GIB / sum(u.nbytes for u in units))
+                extents.append(len(runs) * parts)
+                free.append(len(store.free))
     finally:
         os.close(file)
-    return {"runs": sum(extents) / len(extents), "most_runs": max(extents), "map_ms": median(mapping), "most_map_ms": max(mapping)}
+    return {
+        "runs": sum(extents) / len(extents),
+        "most_runs": max(extents),
+        "map_ms": median(mapping),
+        "map_cpu_ms": median(cpu),
+        "most_map_ms": max(mapping),
+        "free_pages": sum(free) / len(free),
+        "copied_gb": copied / 1e9,
+    }
 
 
 def _model(number: int, rng: random.Random) -> list[Unit]:

@@ -16,6 +16,9 @@ from shared.contracts.node import Capability, DeviceStatus
 
 _MAX_TEXT = 300
 _REQUIRE_KEY = "THAW_REQUIRE_KEY"
+CHANGED_REMEDY = (
+    "Test the host's memory, and look for a process that writes to /dev/shm. THAW_VERIFY=true checks every reused unit."
+)
 VIOLATION_REMEDY = "Report it with the loader's log. A restart of the loader gives the device new pages."
 
 
@@ -114,6 +117,11 @@ def _examine_capability(node: str, capability: Capability, devices: Sequence[Dev
     yield Finding("suspend", "warn", f"{node} suspends no engine on {kind}: {capability.reason}", remedy, meaning)
 
 
+def changed_finding(units: int) -> str:
+    """Return the finding of units with changed bytes on a device."""
+    return f"loads found {units} units with changed bytes since the loader's start, and copied them again"
+
+
 def _examine_memory(node: NodeView) -> Iterator[Finding]:
     """Report what the latest audit in the background found (invariant 12)."""
     for device in node.loader.memory if node.loader is not None else ():
@@ -121,6 +129,9 @@ def _examine_memory(node: NodeView) -> Iterator[Finding]:
         for violation in device.violations:
             meaning = "The accounts of this device's memory contradict each other."
             yield Finding("device memory", "fail", f"{name}: {violation}", VIOLATION_REMEDY, meaning)
+        if device.changed_units:
+            found, meaning = changed_finding(device.changed_units), "The bytes of weights changed in this device's memory."
+            yield Finding("device memory", "warn", f"{name}: {found}", CHANGED_REMEDY, meaning)
         if not device.violations:
             yield Finding("device memory", "ok", f"{name}: all pages are accounted for")
 

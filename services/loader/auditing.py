@@ -86,4 +86,5 @@ class Auditor:
             missing_instances=missing,
             processes=audit.processes,
             violations=audit.violations,
+            changed_units=audit.snapshot.changed_units,
         )

@@ -108,6 +108,7 @@ def memory(pages: Iterable[PagesInUse], violations: Mapping[str, tuple[str, ...]
             violations=violations.get(p.device_id, ()),
             paced_bytes_per_second=p.paced_bytes_per_second,
             peer_bytes=p.peer_bytes,
+            changed_units=p.changed_units,
             numa_node=p.numa_node,
             is_lending=p.is_lending,
             kv=tuple(

@@ -34,6 +34,9 @@ class DeviceAudit(Frozen):
     )
     processes: tuple[int, ...] = Field(default=(), description="That map pages.")
     violations: tuple[str, ...] = Field(default=(), description="Of conservation; none in a correct node.")
+    changed_units: int = Field(
+        default=0, description="Units whose bytes loads found changed since the loader's start. They were copied again."
+    )
 
 
 class MemoryAudited(Message):

@@ -359,6 +359,9 @@ class DeviceMemory(Frozen):
     peer_bytes: int = Field(default=0, description="Of `copied_bytes`, from other devices of the node.")
     reused_bytes: int = Field(default=0, description="Wanted there since then, and not copied, because it had them.")
     violations: tuple[str, ...] = Field(default=(), description="Of conservation, in the latest audit; none in a correct node.")
+    changed_units: int = Field(
+        default=0, description="Units whose bytes loads found changed since the loader's start. They were copied again."
+    )
     models: tuple[ModelUnits, ...] = ()
     weights: tuple[WeightsOnDevice, ...] = Field(
         default=(),

@@ -50,6 +50,7 @@ def mesh(receiver: OtlpReceiver, pace: Pace) -> Iterator[Roomy]:
         OTEL_BSP_SCHEDULE_DELAY="200",
         THAW_PREEMPT_AFTER="0.5",
         THAW_MIN_ACTIVE="0.2",
+        THAW_VERIFY="true",
         **pace.environment,
     )
     sources = {name: str(make_demo_model(mesh.home / "models" / name, "test", seed=i)) for i, name in enumerate(MODELS)}

@@ -20,7 +20,7 @@ DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Thaw]:
-    thaw = Thaw(THAW_DRAM_BYTES="0")
+    thaw = Thaw(THAW_DRAM_BYTES="0", THAW_VERIFY="true")
     sources = {name: make_demo_model(thaw.home / "models" / name, "test", seed) for seed, name in enumerate(NAMES)}
     for source in sources.values():
         config = json.loads((source / "config.json").read_text())

@@ -27,7 +27,7 @@ LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Roomy]:
     """Start a mesh with one model in two stages, and the same weights served by one engine."""
-    thaw = Roomy(THAW_DRAM_BYTES="0", **slowed_by(STEP_S))
+    thaw = Roomy(THAW_DRAM_BYTES="0", THAW_VERIFY="true", **slowed_by(STEP_S))
     source = make_demo_model(thaw.home / "models" / "m", "test")
     stage, whole = stage_budgets(source)
     nodes = {

@@ -16,7 +16,7 @@ from thaw.demo.models import make_demo_model
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Thaw]:
     """Start a mesh with a model on each device, and a fine-tune of it on the separate one."""
-    thaw = Thaw(THAW_DRAM_BYTES="0")
+    thaw = Thaw(THAW_DRAM_BYTES="0", THAW_VERIFY="true")
     base = make_demo_model(thaw.home / "models" / "base", "5m")
     tuned = fine_tune(base, make_demo_model(thaw.home / "models" / "tuned", "5m"))
     other = make_demo_model(thaw.home / "models" / "other", "5m", seed=1)

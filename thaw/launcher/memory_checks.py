@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shared.contracts.audit import AuditMemory, DeviceAudit
 from shared.contracts.findings import Finding
 from shared.contracts.loader_socket import loader_socket
-from shared.diagnosis import VIOLATION_REMEDY
+from shared.diagnosis import CHANGED_REMEDY, VIOLATION_REMEDY, changed_finding
 from shared.errors import ThawError
 from thaw.launcher.home import Home
 from thaw.units import format_size
@@ -53,6 +53,8 @@ def _of_device(node: str, device: DeviceAudit) -> Iterator[Finding]:
     name = f"{node} {device.device_id}"
     for violation in device.violations:
         yield Finding(_SUBJECT, "fail", f"{name}: {violation}", VIOLATION_REMEDY)
+    if device.changed_units:
+        yield Finding(_SUBJECT, "warn", f"{name}: {changed_finding(device.changed_units)}", CHANGED_REMEDY)
     if device.violations:
         return
     parts = {

@@ -17,6 +17,7 @@ class Snapshot:
         opening: Arenas that are being opened.
         lent_to: Borrowers that the device knows, each with its process (None: unknown, or of an
             earlier loader, whose pages are in another file); None: they are not checked.
+        changed_units: Units whose bytes loads found changed since the loader's start.
     """
 
     device_id: str
@@ -24,6 +25,7 @@ class Snapshot:
     open_arenas: frozenset[str]
     opening: frozenset[str]
     lent_to: Mapping[str, int | None] | None = None
+    changed_units: int = 0
 
 
 @dataclass(frozen=True)

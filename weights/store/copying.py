@@ -35,6 +35,10 @@ class Target(Protocol):
         """Return a unit of the store."""
         ...
 
+    def count_changed(self) -> None:
+        """Count a unit with other bytes than those that it was loaded with."""
+        ...
+
     def reserve_ahead(self, arena: PagedArena, index: int) -> None:
         """Reserve pages for a unit of the arena; wait for KV caches to return some if necessary."""
         ...

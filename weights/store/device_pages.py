@@ -35,6 +35,7 @@ from weights.store.pages import (
     reserve,
     settle,
     share,
+    spared_pages,
 )
 from weights.store.units import PAGE_BYTES, Unit
 from weights.store.usage import PagesInUse, pages_in_use
@@ -53,6 +54,7 @@ class DevicePages:
         tier_of: The tier that weights would be loaded from again, by their id.
         likelihood: The likelihood that a unit is loaded again soon.
         short_pages: Pages that the last reservation lacked.
+        changed_units: Units whose bytes loads found changed, here or on another device.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class DevicePages:
         self.likelihood: Likelihood = equally_likely
         self.earlier = list(earlier)
         self._counted_at = 0.0
-        self.short_pages = 0
+        self.short_pages = self.changed_units = 0
         self._damaged = itertools.count(1)
         self._members: dict[str, tuple[str, frozenset[str]]] = {}
         self._pinned: dict[str, frozenset[str]] = {}
@@ -144,7 +146,8 @@ class DevicePages:
 
     def _reserve(self, holder: str, weights_id: str, wanted: Sequence[Unit]) -> tuple[Reservation | None, Keep]:
         """Reserve the wanted units. The second value: the units that were not to be reclaimed."""
-        short = sum(u.pages for u in wanted if u.key not in self.store.units) > len(self.store.free)
+        pages = sum(u.pages for u in wanted if u.key not in self.store.units)
+        short = pages + spared_pages(self.store) > len(self.store.free)
         keep = self.keep() if short else keep_none
         return reserve(self.store, holder, weights_id, wanted, self._clock(), self.cost(), keep), keep
 
@@ -222,6 +225,7 @@ class DevicePages:
         """Give the reservation back, and take damaged units out of use."""
         self.release(arena.holder)
         for key in {arena.keys[i] for i in damaged}:
+            self.changed_units += 1
             log.error("the bytes of a reused unit have changed; it is copied again", extra={"device": self._device_id, "unit": key})
             if key in self.store.units:
                 self.store = condemn(self.store, key, next(self._damaged))
@@ -256,7 +260,7 @@ class DevicePages:
         used = pages_in_use(
             self._device_id, self.store, self._members, copied_bytes=self._copied_bytes, reused_bytes=self._reused_bytes
         )
-        return replace(used, peer_bytes=self._peer_bytes)
+        return replace(used, peer_bytes=self._peer_bytes, changed_units=self.changed_units)
 
 
 def obtainable_pages(store: Store) -> int:

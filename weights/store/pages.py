@@ -23,6 +23,10 @@ Cost = Callable[["StoredUnit"], float]
 """Expected cost of having to load a unit again (Tangram Eq. 2)."""
 Keep = Callable[["StoredUnit"], bool]
 """True for a reusable unit that is not reclaimed. Asked only of units that would be."""
+SHORT_RUN_PAGES = 32
+"""Free pages in shorter runs are spared: a unit of such runs would need many mappings."""
+SPARED_PART = 32
+"""At most one page of so many is spared."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,8 @@ def reserve(
 ) -> Reservation | None:
     """Give `holder` all of `units`: those in the store as they are, pages for the others.
 
-    Reusable units of least cost are reclaimed as needed. A unit that another holder's run is
-    filling is shared, and is not in `missing`.
+    Reusable units of least cost are reclaimed as needed, and if possible for `spared_pages` too. A
+    unit that another holder's run is filling is shared, and is not in `missing`.
 
     Args:
         keep: True for units that are not reclaimed: pinned, or still mapped by a process.
@@ -131,11 +135,12 @@ def reserve(
     """
     wanted = {u.key: u for u in units}
     absent = {k: u for k, u in wanted.items() if k not in store.units}
-    cleared = _reclaim(store, sum(u.pages for u in absent.values()), lambda u: u.key in wanted or keep(u), cost)
+    count = sum(u.pages for u in absent.values())
+    cleared = _reclaim_for_units(store, count, lambda u: u.key in wanted or keep(u), cost)
     if cleared is None:
         return None
     store, reclaimed = cleared
-    chosen = choose_pages(store.free, sum(u.pages for u in absent.values()))
+    chosen = choose_pages(store.free, count)
     taken, next_page = frozenset(chosen), iter(chosen)
     free = [page for page in store.free if page not in taken]
     stored = dict(store.units)
@@ -147,6 +152,15 @@ def reserve(
             before = stored[key]
             stored[key] = replace(before, holders=before.holders | {holder}, model=model, offset=unit.offset, used_at=now)
     return Reservation(replace(store, units=stored, free=tuple(free)), tuple(absent.values()), reclaimed)
+
+
+def spared_pages(store: Store) -> int:
+    """Return how many free pages units leave to KV caches, if units can be reclaimed instead.
+
+    A KV cache returns single pages. Units that filled these holes would end in hundreds of runs.
+    """
+    short = sum(len(run) for run in _runs(store.free) if len(run) < SHORT_RUN_PAGES)
+    return min(short, store.count // SPARED_PART)
 
 
 def choose_pages(free: Iterable[int], count: int) -> list[int]:
@@ -302,6 +316,15 @@ def give_up(store: Store, pages: int, cost: Cost, keep: Keep = keep_none) -> tup
         The changed store and the keys of the units.
     """
     return _free(store, len(store.free) + pages, keep, cost)
+
+
+def _reclaim_for_units(store: Store, pages: int, keep: Keep, cost: Cost) -> tuple[Store, tuple[str, ...]] | None:
+    """Reclaim as `_reclaim`, beside the pages that units spare if there are so many."""
+    if pages and (spared := spared_pages(store)):
+        cleared = _reclaim(store, pages + spared, keep, cost)
+        if cleared is not None:
+            return cleared
+    return _reclaim(store, pages, keep, cost)
 
 
 def _reclaim(store: Store, pages: int, keep: Keep, cost: Cost) -> tuple[Store, tuple[str, ...]] | None:

@@ -283,6 +283,8 @@ class PeerThread:
         is_checked = self._verify or arena.peer_bytes < SAMPLE_BYTES
         if is_checked and key_on_device(self._memory, stored, missing.unit, missing.tensors) != key:
             log.error("the bytes of a unit on another device have changed; it is copied from host memory", extra={"unit": key})
+            with target.changed:
+                target.count_changed()
             return False
         if (pacer := self._pacers.get(missing.peer or "")) is not None:
             until = pacer.book(missing.unit.nbytes, began)

@@ -365,6 +365,9 @@ class SeparateDevice:
     def find_unit(self, key: str) -> StoredUnit | None:
         return self._pages.store.units.get(key)
 
+    def count_changed(self) -> None:
+        self._pages.changed_units += 1
+
     def reserve_ahead(self, arena: PagedArena, index: int) -> None:
         while arena.is_open:
             try:
@@ -421,7 +424,8 @@ class SeparateDevice:
         with self.changed:
             borrowers: dict[str, int | None] = {name: b.pid for name, b in self.lender.borrowers.items()}
             borrowers |= dict.fromkeys((e.name for e in self._pages.earlier), None)
-            return Snapshot(self._device_id, self._pages.store, frozenset(self._arenas), frozenset(self._opening), borrowers)
+            store, changed = self._pages.store, self._pages.changed_units
+            return Snapshot(self._device_id, store, frozenset(self._arenas), frozenset(self._opening), borrowers, changed)
 
     def audit(self) -> list[str]:
         """Return the violations of conservation in the records."""

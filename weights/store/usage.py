@@ -53,6 +53,7 @@ class PagesInUse:
         reused_bytes: Bytes that loads since then did not copy, because the device had them.
         weights: The units of each model that the device has, loaded or not.
         peer_bytes: The part of `copied_bytes` from other devices.
+        changed_units: Units whose bytes loads found changed since the loader's start.
         kv: The KV caches that have or want pages. The other lent pages belong to earlier loaders.
         is_lending: KV caches borrow pages of the device.
         paced_bytes_per_second: Limit of copies from host memory, for an experiment; None: no limit.
@@ -72,6 +73,7 @@ class PagesInUse:
     paced_bytes_per_second: float | None = None
     numa_node: int | None = None
     peer_bytes: int = 0
+    changed_units: int = 0
     kv: tuple[KvOf, ...] = ()
     is_lending: bool = True
 

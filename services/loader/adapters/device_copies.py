@@ -301,9 +301,11 @@ class Copies:
         found = device.audit_mapped()
         with self._lock:
             copies = tuple(self._copies.items())
-        mine = ((n, c) for n, c in copies if c.order.device == name)
+        mine = [(n, c) for n, c in copies if c.order.device == name]
+        # A copy does not refer to its arena while it is opened or released, which its lock shows.
+        under_way = sum(c.lock.locked() for _, c in mine)
         arenas = {c.arena.holder: (c.order.weights_id, n) for n, c in mine if isinstance(c.arena, PagedArena)}
-        lost = sorted(found.snapshot.open_arenas - arenas.keys())
+        lost = sorted(found.snapshot.open_arenas - arenas.keys())[under_way:]
         return replace(found, violations=(*found.violations, *(f"{a} is open, and no load uses it" for a in lost))), arenas
 
     def _tier_of(self, weights_id: str) -> Tier:

@@ -27,9 +27,9 @@ def examined(*nodes: NodeView, models: tuple[ModelView, ...] = ()) -> list[Findi
     return [f for f in found[1:] if (f.subject, f.level) != ("models", "ok")]
 
 
-def memory(*violations: str) -> LoaderView:
+def memory(*violations: str, changed_units: int = 0) -> LoaderView:
     fields = {"total_bytes": 1, "free_bytes": 1, "mapped_bytes": 0, "reusable_bytes": 0}
-    return LoaderView(memory=(DeviceMemory(device_id="cpu:1", violations=violations, **fields),))
+    return LoaderView(memory=(DeviceMemory(device_id="cpu:1", violations=violations, changed_units=changed_units, **fields),))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,12 @@ def test_device_memory_is_that_of_the_latest_audit() -> None:
     [_, broken] = examined(node(loader=memory("page 3 is nowhere")))
     assert (sound.level, broken.level) == ("ok", "fail")
     assert "page 3 is nowhere" in broken.text
+
+
+def test_changed_units_are_a_warning_about_their_device() -> None:
+    [_, changed, accounts] = examined(node(loader=memory(changed_units=2)))
+    assert (changed.level, accounts.level) == ("warn", "ok")
+    assert "node-0 cpu:1: loads found 2 units with changed bytes" in changed.text
 
 
 def test_missing_capability_counts_for_kinds_of_devices_that_the_node_has() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +84,37 @@ async def test_an_arena_that_no_load_uses_is_a_violation(bench: SeparateBench, c
     keeping.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await keeping
+
+
+@pytest.mark.parametrize("method", ["allocate", "remove"])
+async def test_an_arena_that_is_opened_or_released_is_no_violation(
+    bench: SeparateBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Both may take longer than the time between two audits: they wait for copies."""
+    original, reached, proceed = getattr(bench.device, method), threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        if method == "remove":
+            reached.set()
+            proceed.wait(60)
+        found = original(*arguments)
+        if method == "allocate":
+            reached.set()
+            proceed.wait(60)
+        return found
+
+    monkeypatch.setattr(bench.device, method, slow)
+    work: asyncio.Task[Any] = asyncio.create_task(bench.on_device("a", await model(bench, tmp_path / "m")))
+    if method == "remove":
+        await work
+        work = asyncio.create_task(bench.release("a"))
+    try:
+        assert await asyncio.to_thread(reached.wait, 60)
+        assert (await audited(bench)).violations == ()
+    finally:
+        proceed.set()
+    await work
+    assert (await audited(bench)).violations == ()
 
 
 def test_an_arena_without_an_entry_belongs_to_no_instance() -> None:

@@ -28,6 +28,7 @@ from weights.store.pages import (
     reserve,
     scattered_pages,
     settle,
+    spared_pages,
 )
 from weights.store.units import PAGE_BYTES, Unit
 
@@ -62,6 +63,28 @@ def test_free_pages_are_chosen_in_few_runs() -> None:
     assert sorted(choose_pages(free, len(free))) == sorted(free)
     assert choose_pages(free, 0) == choose_pages((), 0) == []
     assert scattered_pages(free, 4) == [9, 11, 12, 0], "KV caches get what is of least use to units"
+
+
+def test_units_spare_the_holes_of_a_kv_cache_while_others_can_be_reclaimed() -> None:
+    """A full pool of 256 pages, of which a KV cache has returned every other one of sixteen."""
+    old, new = Unit("old", 0, 240 * PAGE_BYTES), Unit("new", 0, 8 * PAGE_BYTES)
+    lent = lend(Store.empty(256), "kv", 16, recency)
+    assert lent is not None
+    full = reserve(lent[0], "a", "m", [Unit(f"u{n}", n * PAGE_BYTES, 8 * PAGE_BYTES) for n in range(30)], 1.0, recency)
+    assert full is not None
+    store, _ = release(complete(full.store, full.store.units), "a", 2.0)
+    holes = lent[0].lent["kv"][::2]
+    store = give_back(store, "kv", holes)
+    assert (len(store.free), spared_pages(store)) == (8, 8)
+    found = reserve(store, "b", "m", [new], 3.0, recency)
+    assert found is not None
+    pages = found.store.units["new"].pages
+    assert pages == tuple(range(pages[0], pages[0] + 8)), "one run, and none of the holes"
+    assert sorted(found.store.free) == sorted(holes)
+    assert reserve(store, "b", "m", [old], 3.0, recency) is not None, "no page is spared if all are needed"
+    mapped = reserve(store, "b", "m", [new], 3.0, recency, keep=lambda _: True)
+    assert mapped is not None
+    assert sorted(mapped.store.units["new"].pages) == sorted(holes), "nor if no unit can be reclaimed"
 
 
 def test_second_load_copies_only_missing_units() -> None:

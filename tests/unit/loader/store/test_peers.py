@@ -189,6 +189,7 @@ def test_a_damaged_unit_of_another_device_is_taken_from_host_memory(node: Node, 
     assert len(arena.find_missing()) == 2
     fill(arena, model)
     assert node.two.pages().peer_bytes == 0
+    assert (node.one.pages().changed_units, node.two.pages().changed_units) == (0, 2)
     assert arena.copied_bytes == 2 * TENSOR
 
 

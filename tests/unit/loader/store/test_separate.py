@@ -274,6 +274,16 @@ def test_pinned_and_mapped_units_are_never_reclaimed(device: SeparateDevice) -> 
     check(mapped, Model("mapped", 4, 5, 6))
 
 
+def test_no_pinned_unit_is_reclaimed_to_spare_short_runs() -> None:
+    """Of 65 pages 23 are free, in a run shorter than a spared one, and the others are pinned."""
+    device = made(pages=65)
+    load(device, Model("pinned", *range(42)), pinned=True).release()
+    new = Model("new", *range(50, 73))
+    load(device, new).release()
+    assert pages_of(device.pages()) == (0, 0, 65, 0)
+    device.close()
+
+
 def test_units_that_a_process_still_maps_are_not_reclaimed() -> None:
     device = made()
     arena = load(device, Model("m", 1, 2, 3))
@@ -308,6 +318,7 @@ def test_a_unit_whose_bytes_have_changed_is_copied_again(device: SeparateDevice,
     second = load(device, model)
     check(second, model)
     assert second.copied_bytes == TENSOR
+    assert device.pages().changed_units == device.snapshot().changed_units == 1
     assert pages_of(device.pages())[1] == (4 if held else 3)
     first.release()
     assert pages_of(device.pages()) == (9, 3, 0, 0)

@@ -26,7 +26,8 @@ from playwright.async_api import async_playwright
 from shared.contracts import subjects
 from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelView, NodeView
 from shared.contracts.base import Message
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus
 from shared.messaging import Mesh
 from shared.ports import free_port

@@ -28,7 +28,8 @@ from starlette.types import Receive, Scope, Send
 from shared.contracts import subjects
 from shared.contracts.engine import EngineLoad
 from shared.contracts.inference import ChoiceDelta, InferChunk, InferFinished, InferStarted, Usage
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import STATUS_INTERVAL_S, DeviceStatus, InstanceState, InstanceStatus, NodeStatus, StatusWanted
 from shared.messaging import Mesh
 from shared.messaging.streams import catalog_bucket

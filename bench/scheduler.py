@@ -45,7 +45,8 @@ from services.scheduler.domain.state.volatile import InstanceReport, LoaderPrese
 from shared.contracts.demand import Demand
 from shared.contracts.engine import EngineLoad
 from shared.contracts.loader import LoaderStatus
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus, NodeStatus
 from shared.sizing import need_of
 

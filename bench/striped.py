@@ -36,7 +36,7 @@ from services.loader.adapters.run import Run, RunContext, Threads
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Event, LaidOut
 from shared.contracts.loader import CachedModel, LoaderStatus
-from shared.contracts.models import ModelInfo
+from shared.contracts.model_info import ModelInfo
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from weights.cache.journal import FileHead
 from weights.cache.store import EntryRecord, SsdCache

@@ -288,7 +288,7 @@ class Engine(InstanceProcess):
             self._serving.follow_objective(slo.percentile)
         self._batcher = Batcher(computable.runner, computable.embedder, self._tokenization, computable.limits, deliver, ttft_s)
         if self._page is not None:
-            self._batcher.keep_meters(self._page)
+            self._batcher.meters.keep_in(self._page)
             self._serving.keep_meters(self._page)
         if computable.runner is not None and borrows_pages(self._start):
             self._lease = self._borrow(self._batcher, computable)

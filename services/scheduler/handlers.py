@@ -62,7 +62,8 @@ from shared.contracts.admin import (
 from shared.contracts.base import ErrorBody, Message
 from shared.contracts.demand import Demand
 from shared.contracts.loader import Inspected, InspectModel, LoaderStatus
-from shared.contracts.models import ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState, NodeChanges, NodeStatus
 from shared.contracts.objectives import ReportObjectives
 from shared.contracts.usage import ReportUsage, ViewSpending, ViewUsage

@@ -13,7 +13,8 @@ from pydantic import Field, TypeAdapter
 
 from shared.contracts.audit import AuditMemory
 from shared.contracts.base import Deadline, ErrorBody, Frozen, Message, Request
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.phases import PhaseSpan
 from shared.contracts.segment import ArenaHandle, Extent
 from shared.contracts.stages import DevicePart, LayerRange, RankOf

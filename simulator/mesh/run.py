@@ -37,7 +37,8 @@ from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Model, Node
 from shared.contracts.demand import Demand
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import NODE_LOST_AFTER_S, STATUS_INTERVAL_S
 from shared.contracts.phases import Phase
 from simulator.config import GB, ClusterFile, ModelGroup

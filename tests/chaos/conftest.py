@@ -11,11 +11,18 @@ import openai
 import pytest
 
 from tests.support.mesh import Victim
+from tests.support.paced_zygote import Pace
 
 
 @pytest.fixture(scope="package")
-def mesh() -> Iterator[Victim]:
-    victim = Victim()
+def pace(tmp_path_factory: pytest.TempPathFactory) -> Pace:
+    """Return the pace of the shared mesh's engines."""
+    return Pace(tmp_path_factory.mktemp("pace"))
+
+
+@pytest.fixture(scope="package")
+def mesh(pace: Pace) -> Iterator[Victim]:
+    victim = Victim(**pace.environment)
     try:
         victim.begin()
         yield victim

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="mo
 _HOME_SIZE = "256m"
 _NODES_SIZE = "4m"
 _WEIGHTS = 880_640
+_TOKENS = 120
 _OWN_SHM = f'mount -t tmpfs -o size={_WEIGHTS * 3 // 2} tmpfs /dev/shm && exec "$@"'
 
 
@@ -119,12 +120,12 @@ def test_full_disk_loses_no_response_once_there_is_room(mesh: Cramped, client: o
     not.
     """
     mesh.resize_shared_memory("64m")
-    whole = ask(client, tokens=900)
+    whole = ask(client, tokens=_TOKENS)
     mesh.make_cold("two")
     filler = mesh.fill(mesh.home if place == "home" else mesh.nodes)
     try:
         # A warm request writes nothing to the disk.
-        outcomes = [a.outcome() for a in [Asked(mesh.url, "one", stream=stream) for stream in (True, False)]]
+        outcomes = [a.outcome() for a in [Asked(mesh.url, "one", stream=stream, tokens=_TOKENS) for stream in (True, False)]]
         assert [(o.kind, o.text) for o in outcomes] == [("answered", whole)] * 2
         waiting = [Asked(mesh.url, "two", stream=stream, tokens=8) for stream in (True, False)]
         waiting[0].join(3)
@@ -134,4 +135,4 @@ def test_full_disk_loses_no_response_once_there_is_room(mesh: Cramped, client: o
         assert outcome.kind == "answered" or (outcome.kind, outcome.code) == ("error", "no_space"), outcome
     until(mesh.ready, what="the gateway is ready")
     assert ask(client, "two")
-    assert ask(client, tokens=900) == whole
+    assert ask(client, tokens=_TOKENS) == whole

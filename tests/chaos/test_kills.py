@@ -14,15 +14,18 @@ import pytest
 from tests.support.launcher import until
 from tests.support.mesh import LOADER, NODEAGENT, Victim, held, kill
 from tests.support.outcomes import Asked, ask
+from tests.support.paced_zygote import Pace
 
 SUPERVISED = ("gateway", "scheduler", NODEAGENT, LOADER)
+TOKENS = 200
+"""Of a stream, which takes 20 s while the engine is slowed down: it outlives what is killed."""
 
 
 @pytest.fixture(scope="module")
 def whole(mesh: Victim) -> str:
-    """Return the undisturbed response of 900 tokens."""
+    """Return the undisturbed response of `TOKENS` tokens."""
     with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", timeout=90) as client:
-        return ask(client, tokens=900)
+        return ask(client, tokens=TOKENS)
 
 
 @pytest.mark.parametrize("service", SUPERVISED)
@@ -82,47 +85,52 @@ def test_sigkill_during_a_load_loses_no_response(mesh: Victim, client: openai.Op
 
 @pytest.mark.parametrize("service", SUPERVISED)
 def test_sigkill_of_a_service_during_a_stream_does_not_affect_it(
-    mesh: Victim, client: openai.OpenAI, service: str, whole: str
+    mesh: Victim, client: openai.OpenAI, pace: Pace, service: str, whole: str
 ) -> None:
     assert whole.startswith(ask(client))
     engine = mesh.engine("one")
-    asked = Asked(mesh.url, "one")
-    assert asked.begun.wait(120)
-    with held(engine):  # the stream cannot end before the service
-        old = mesh.kill(service)
+    with pace.slowed():
+        asked = Asked(mesh.url, "one", tokens=TOKENS)
+        assert asked.begun.wait(120)
+        with held(engine):  # the stream cannot end before the service
+            old = mesh.kill(service)
     outcome = asked.outcome()
     if service == "gateway":
         assert outcome.kind == "disconnected"
     else:
-        assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, 900)
+        assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, TOKENS)
     assert ask(client) == whole[: len(ask(client))]
     mesh.await_replaced(service, old)
     assert psutil.pid_exists(engine)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_killed_engine_is_replaced_and_its_responses_resumed(mesh: Victim, client: openai.OpenAI, stream: bool, whole: str) -> None:
+def test_killed_engine_is_replaced_and_its_responses_resumed(
+    mesh: Victim, client: openai.OpenAI, pace: Pace, stream: bool, whole: str
+) -> None:
     """Responses resume on a replacement engine, from the tokens already generated."""
-    first = Asked(mesh.url, "one")
-    other = Asked(mesh.url, "one", stream=stream)
-    assert first.begun.wait(120)
-    if stream:
-        assert other.begun.wait(120)
-    kill(mesh.engine("one"))
+    with pace.slowed():
+        first = Asked(mesh.url, "one", tokens=TOKENS)
+        other = Asked(mesh.url, "one", stream=stream, tokens=TOKENS)
+        assert first.begun.wait(120)
+        if stream:
+            assert other.begun.wait(120)
+        kill(mesh.engine("one"))
     for asked in (first, other):
         outcome = asked.outcome()
         assert (outcome.kind, outcome.text, outcome.finish) == ("answered", whole, "length")
-        assert outcome.tokens == 900
-    assert ask(client, tokens=900) == whole
+        assert outcome.tokens == TOKENS
+    assert ask(client, tokens=TOKENS) == whole
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_streaming_engine_with_a_key(mesh: Victim, client: openai.OpenAI, temperature: float) -> None:
+def test_streaming_engine_with_a_key(mesh: Victim, pace: Pace, temperature: float) -> None:
     """The stream resumes on another engine; a repeated key gets the same response."""
-    fields: dict[str, Any] = {"key": f"chaos-{temperature}", "temperature": temperature}
-    first = Asked(mesh.url, "one", **fields)
-    assert first.begun.wait(120)
-    kill(mesh.engine("one"))
+    fields: dict[str, Any] = {"key": f"chaos-{temperature}", "temperature": temperature, "tokens": TOKENS}
+    with pace.slowed():
+        first = Asked(mesh.url, "one", **fields)
+        assert first.begun.wait(120)
+        kill(mesh.engine("one"))
     outcome = first.outcome()
-    assert (outcome.kind, outcome.tokens) == ("answered", 900)
+    assert (outcome.kind, outcome.tokens) == ("answered", TOKENS)
     assert Asked(mesh.url, "one", **fields).outcome().text == outcome.text

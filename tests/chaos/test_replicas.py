@@ -23,12 +23,15 @@ import pytest
 from tests.support.launcher import until
 from tests.support.mesh import Victim
 from tests.support.outcomes import QUESTION, ask
+from tests.support.paced_zygote import slowed_by
 from tests.support.servers import NatsCluster, PostgresServer, StandbyServer
 
 log = logging.getLogger(__name__)
 RESUMED_WITHIN_S = 60.0
 TRIED_EVERY_S = 0.1
 WRITTEN_EVERY_S = 0.5
+STEP_S = 0.02
+"""The engines wait so long before each step: streams last, and hardly cost CPU time."""
 
 
 @dataclass
@@ -237,7 +240,7 @@ def cluster() -> Iterator[NatsCluster]:
 
 @pytest.fixture
 def replicated(cluster: NatsCluster) -> Iterator[Victim]:
-    victim = Victim(THAW_NATS_URL=cluster.url, THAW_NATS_REPLICAS="3")
+    victim = Victim(THAW_NATS_URL=cluster.url, THAW_NATS_REPLICAS="3", **slowed_by(STEP_S))
     try:
         victim.begin()
         yield victim
@@ -286,7 +289,7 @@ def standby(primary: PostgresServer) -> Iterator[StandbyServer]:
 @pytest.fixture
 def failing_over(primary: PostgresServer, standby: StandbyServer) -> Iterator[Victim]:
     hosts = f"127.0.0.1:{primary.port},127.0.0.1:{standby.port}"
-    victim = Victim(THAW_DATABASE_URL=f"postgresql://postgres@{hosts}/postgres")
+    victim = Victim(THAW_DATABASE_URL=f"postgresql://postgres@{hosts}/postgres", **slowed_by(STEP_S))
     try:
         victim.begin()
         yield victim

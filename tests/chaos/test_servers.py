@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import openai
@@ -11,9 +12,12 @@ import pytest
 from tests.support.launcher import until
 from tests.support.mesh import LOADER, NODEAGENT, Victim, held
 from tests.support.outcomes import Asked, ask
+from tests.support.paced_zygote import Pace
 
 SERVERS = ("nats", "postgres")
 SERVICES = ("gateway", "scheduler", NODEAGENT, LOADER)
+TOKENS, STEP_S = 300, 0.015
+"""A stream takes at least 4.5 s while its engine is slowed down: it outlives a server by far."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,44 +64,50 @@ def test_sigkill_of_a_server_during_a_cold_start_loses_no_response(
     assert ask(client, tokens=20) == expected
 
 
-def test_streams_do_not_notice_postgres(mesh: Victim, client: openai.OpenAI) -> None:
-    whole = ask(client, tokens=900)
-    asked = [Asked(mesh.url, "one", stream=stream) for stream in (True, True, False)]
-    assert asked[0].begun.wait(120)
-    old = mesh.kill("postgres")
-    for outcome in (a.outcome() for a in asked):
-        assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, 900)
+def test_streams_do_not_notice_postgres(mesh: Victim, client: openai.OpenAI, pace: Pace) -> None:
+    whole = ask(client, tokens=TOKENS)
+    with pace.slowed(STEP_S):
+        asked = [Asked(mesh.url, "one", stream=stream, tokens=TOKENS) for stream in (True, True, False)]
+        assert asked[0].begun.wait(120)
+        old = mesh.kill("postgres")
+        outcomes = [a.outcome() for a in asked]
+    for outcome in outcomes:
+        assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, TOKENS)
     mesh.await_replaced("postgres", old)
 
 
-def test_responses_are_complete_after_a_nats_restart(mesh: Victim, client: openai.OpenAI) -> None:
-    whole = ask(client, tokens=900)
-    streams = [Asked(mesh.url, "one") for _ in range(4)]
-    answer = Asked(mesh.url, "one", stream=False)
-    assert all(a.begun.wait(120) for a in streams)
-    old = mesh.kill("nats")
-    for outcome in [a.outcome() for a in (*streams, answer)]:
-        assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, 900)
+def test_responses_are_complete_after_a_nats_restart(mesh: Victim, client: openai.OpenAI, pace: Pace) -> None:
+    whole = ask(client, tokens=TOKENS)
+    with pace.slowed(STEP_S):
+        streams = [Asked(mesh.url, "one", tokens=TOKENS) for _ in range(4)]
+        answer = Asked(mesh.url, "one", stream=False, tokens=TOKENS)
+        assert all(a.begun.wait(120) for a in streams)
+        old = mesh.kill("nats")
+        outcomes = [a.outcome() for a in (*streams, answer)]
+    for outcome in outcomes:
+        assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, TOKENS)
     mesh.await_replaced("nats", old)
-    assert ask(client, tokens=900) == whole
+    assert ask(client, tokens=TOKENS) == whole
 
 
-def test_lost_final_message_is_detected_and_the_stream_resumed(mesh: Victim, client: openai.OpenAI) -> None:
+def test_lost_final_message_is_detected_and_the_stream_resumed(mesh: Victim, client: openai.OpenAI, pace: Pace) -> None:
     """Streams resume if the engine's last messages are lost with NATS.
 
     No later message shows the gap; the gateway resumes from the tokens received. A repetition of
     the request, also under its Idempotency-Key, gets the same response.
     """
-    whole = ask(client, tokens=900)
+    whole = ask(client, tokens=TOKENS)
     engine = psutil.Process(mesh.engine("one"))
     keys = ("", "an-end-that-was-lost")
-    streams = [Asked(mesh.url, "one", key=key) for key in keys]
-    assert all(s.begun.wait(120) for s in streams)
-    with held(mesh.pid("nats")):
+    with contextlib.ExitStack() as silent:
+        with pace.slowed():  # no stream ends before NATS is silent
+            streams = [Asked(mesh.url, "one", tokens=TOKENS, key=key) for key in keys]
+            assert all(s.begun.wait(120) for s in streams)
+            silent.enter_context(held(mesh.pid("nats")))
         until(lambda: engine.cpu_percent(0.3) < 5, what="the engine has sent everything")
         old = mesh.kill("nats")
     for outcome in (s.outcome() for s in streams):
-        assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, 900)
+        assert (outcome.kind, outcome.text, outcome.tokens) == ("answered", whole, TOKENS)
     mesh.await_replaced("nats", old)
-    for again in (Asked(mesh.url, "one", key=key).outcome() for key in keys):
-        assert (again.kind, again.text, again.tokens) == ("answered", whole, 900)
+    for again in (Asked(mesh.url, "one", tokens=TOKENS, key=key).outcome() for key in keys):
+        assert (again.kind, again.text, again.tokens) == ("answered", whole, TOKENS)

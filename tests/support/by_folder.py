@@ -1,4 +1,4 @@
-"""Distribute tests to pytest-xdist's workers by folder.
+"""Distribute tests to pytest-xdist's workers by folder, and some by module.
 
 The tests of a folder share servers, and some share a cgroup, the swap or the Docker Engine: one
 worker runs them in sequence. Tests of whole meshes compute, most others wait for processes and
@@ -27,6 +27,10 @@ GROUPS = (
 
 Those of "swap" page out and measure freed memory; the others share a mesh.
 """
+BY_MODULE = ("unit/papers", "unit/scheduler", "unit/simulator")
+"""Folders whose modules share nothing, and which are near the end of the order: as one piece each
+they would keep one worker busy while the others have nothing left.
+"""
 MESH_WORKERS = int(os.environ.get("THAW_TEST_MESH_WORKERS", "2"))
 """Workers that run tests of whole meshes first; the other workers run them last."""
 
@@ -34,6 +38,8 @@ MESH_WORKERS = int(os.environ.get("THAW_TEST_MESH_WORKERS", "2"))
 def scope_of(nodeid: str) -> str:
     """Return the folder or group of a test."""
     parts = nodeid.split("::")[0].split("/")[1:]
+    if "/".join(parts[:2]) in BY_MODULE:
+        return "/".join(parts)
     folder = "docker" if parts[0] == "docker" else "/".join(parts[:2])
     return GROUPS.get(folder, folder)
 

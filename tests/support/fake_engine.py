@@ -38,7 +38,8 @@ from shared.contracts.inference import (
     Usage,
 )
 from shared.contracts.migration import RequestsListed, RunningRequest
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, NodeStatus
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.errors import InstanceDraining, NotFound, ThawError

@@ -29,7 +29,7 @@ from shared.contracts.loader import (
     ReleaseWeights,
     WeightsReleased,
 )
-from shared.contracts.models import ModelInfo
+from shared.contracts.model_info import ModelInfo
 from shared.contracts.node import (
     NODE_COMMAND,
     Capability,

@@ -26,7 +26,8 @@ from shared.contracts.inference import (
     Resume,
     ResumedChoice,
 )
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.processes import find_marked, mark_of
 from shared.settings import NodeSettings
 from tests.support.engines import Engines, Stream

@@ -7,7 +7,11 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
+
+import pytest
+from _pytest.mark.structures import ParameterSet
 
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.kv_transfers import StagedRunner
@@ -65,6 +69,19 @@ class Fault:
 
     kind: Literal["cut", "flip", "stall", "pass"]
     after: int = 0
+
+
+def faults_of_parts(parts: int) -> list[ParameterSet]:
+    """Return each fault at each part of an offer, with the reason that the destination reports.
+
+    Each fault and each part are in one case; the other combinations are for `make test-long`.
+    """
+    reasons = {"cut": "closed", "flip": "damaged", "stall": "timed out"}
+    cases = product(enumerate(reasons.items()), range(parts))
+    return [
+        pytest.param(part, fault, reason, marks=() if part == i % parts else pytest.mark.long, id=f"{fault}-{part}")
+        for (i, (fault, reason)), part in cases
+    ]
 
 
 class Proxy:

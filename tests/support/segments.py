@@ -11,7 +11,8 @@ from typing import Any
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.loader import LOADER_COMMAND, AttachWeights, LoaderCommand, ReleaseWeights, WeightsAttached, WeightsReleased
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.segment import HEADER_BYTES, PAGE, SegmentHeader, SegmentIndex, SegmentTensor
 from shared.contracts.stages import LayerRange, part_id

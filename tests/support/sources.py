@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from shared.contracts.models import ModelInfo
+from shared.contracts.model_info import ModelInfo
 from weights.cache.store import SsdCache
 from weights.sources.peers import Peers
 from weights.sources.sources import Sources

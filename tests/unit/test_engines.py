@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from shared.contracts.engines import CAPABILITIES
-from shared.contracts.models import LinearShape, ModelSpec, routes_of
+from shared.contracts.model_info import LinearShape
+from shared.contracts.models import ModelSpec, routes_of
 from shared.sizing import MIN_KV_BYTES, need_of
 from tests.support.hosted import MIB, hosted_card
 

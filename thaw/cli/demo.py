@@ -19,7 +19,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from shared.contracts.keys import KeyList, NewKey
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.traces import RequestTrace
 from shared.sizing import need_of
 from thaw.cli.api import Api

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from shared.contracts.models import ENGINE_SOURCE, LayerSizes, ModelInfo, ModelSpec
+from shared.contracts.model_info import LayerSizes, ModelInfo
+from shared.contracts.models import ENGINE_SOURCE, ModelSpec
 from shared.errors import CheckpointInvalid
 from weights.formats.checkpoint import parse_json, read_small
 from weights.formats.gguf import Gguf, read_gguf

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
-from shared.contracts.models import ModelInfo
+from shared.contracts.model_info import ModelInfo
 from shared.contracts.stages import RankOf
 from shared.dtypes import DTYPE_BITS
 from shared.errors import CheckpointInvalid, InvalidModel

@@ -6,7 +6,8 @@ compares them with the installed version.
 
 from __future__ import annotations
 
-from shared.contracts.models import ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelSpec
 from shared.errors import UnsupportedArchitecture
 
 _CAUSAL_TYPES = """

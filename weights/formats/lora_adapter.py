@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shared.contracts.models import AdapterInfo, LinearShape, ModelInfo
+from shared.contracts.model_info import AdapterInfo, LinearShape, ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel
 from weights.formats.checkpoint import INDEX, SINGLE, Checkpoint, parse_json, read_small
 from weights.formats.safetensors import TensorEntry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from shared.contracts.models import LayerSizes
+from shared.contracts.model_info import LayerSizes
 from shared.contracts.segment import PAGE
 from shared.contracts.stages import LayerRange
 from shared.errors import CheckpointInvalid

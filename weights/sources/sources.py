@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared.contracts.models import ModelInfo
+from shared.contracts.model_info import ModelInfo
 from shared.errors import CheckpointInvalid, ThawError, Unavailable
 from shared.private import require_private
 from weights.cache.caching import CachingTier

@@ -21,7 +21,6 @@ from typing import TypeVar
 import torch
 
 from services.engine.domain import background_prefill
-from services.engine.domain.elastic_kv import Need, needed_blocks
 from services.engine.domain.fair_slots import Flow
 from services.engine.domain.step_costs import OWN, StepCosts
 from services.engine.domain.step_planning import Limits, SequenceView, StepPlan, blocks_for, plan_step
@@ -42,6 +41,7 @@ from services.engine.generation.embedding import Embedder
 from services.engine.generation.embedding_jobs import EmbeddingJobs
 from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
 from services.engine.generation.flow_work import FlowWork, list_flows
+from services.engine.generation.kv_budget import KvBudget
 from services.engine.generation.kv_pages import KvPages
 from services.engine.generation.kv_transfers import KvTransfers
 from services.engine.generation.lora_layers import LoraAdapter
@@ -52,9 +52,9 @@ from services.engine.generation.request import Choice, EmbedRequest, GenerationR
 from services.engine.generation.runner import WARM_UP, Row, Runner, RunnerLost
 from services.engine.generation.sequences import Sequence, choose
 from services.engine.generation.slot_shares import SlotShares
+from services.engine.generation.step_meters import StepMeters
 from services.engine.tokenization import Tokenization
 from shared.contracts.inference import ChoiceDelta
-from shared.engines.charge_page import ChargePage
 from shared.errors import EngineFailed, ThawError
 
 log = logging.getLogger(__name__)
@@ -68,9 +68,7 @@ class Batcher:
 
     `has_commands`, `next_step_at`, `flow_work` and `step` run on the computing thread; all other
     public methods may be called from any thread. `on_command` is called after each command.
-    `busy_s` are the seconds of all steps that computed something or had requests, `background_s`
-    the part of them that is charged to no request, by its cause, and `closed_s` the part of ended
-    requests (`StepCosts`).
+    `meters` have the seconds of all steps.
     """
 
     def __init__(
@@ -98,9 +96,7 @@ class Batcher:
         """RRC of the model (`shared.compliance`); None: unknown. Any thread may set it."""
         self._runner = runner
         self._tokens = tokenization
-        self._limits = limits
-        self._granted = limits.kv_blocks
-        self._kv: KvPages | None = None
+        self._kv = KvBudget(limits)
         self._is_stalled = False
         self._pages_due: float | None = None
         self._deliver = deliver
@@ -115,23 +111,15 @@ class Batcher:
             runner,
             self._prepared,
             lambda: (*self._running.values(), *self._waiting),
-            lambda: self._limits.kv_blocks - self._used_blocks(),
+            lambda: self._kv.limits.kv_blocks - self._used_blocks(),
         )
         self._masks = MaskThread()
         self._slots = SlotShares()
         self._costs = StepCosts()
+        self.meters = StepMeters(self._costs)
         self._pending_events: list[Event] = []
         self._has_computed = False
-        self._page: ChargePage | None = None
-        self.busy_s = 0.0
-        self.closed_s = 0.0
-        self.background_s: Mapping[str, float] = {}
         self.blocks_used = 0
-        self.pages_wanted = 0
-
-    def keep_meters(self, page: ChargePage) -> None:
-        """Write the meters to a page after each step. Call it before `run`."""
-        self._page = page
 
     def submit(self, request: GenerationRequest | EmbedRequest) -> None:
         self._send(request)
@@ -181,10 +169,14 @@ class Batcher:
         """Read every weight once, unless a step has done so; then call `done` on the thread."""
         self._send(WarmUp(done))
 
-    def borrow(self, kv: KvPages) -> None:
-        """Take the memory of the KV cache from `kv`. Call it before `run`."""
-        self._kv = kv
-        self._apply_pages()
+    def borrow(self, pages: KvPages) -> None:
+        """Take the memory of the KV cache from `pages`. Call it before `run`."""
+        self._kv.borrow(pages)
+
+    @property
+    def pages_wanted(self) -> int:
+        """Pages that the KV cache wants to have; 0 if it borrows none."""
+        return self._kv.pages_wanted
 
     def on_lent(self, more: int, *, is_answer: bool, turn: int | None = None) -> None:
         """Add pages that the KV cache has got."""
@@ -212,16 +204,13 @@ class Batcher:
             return now
         idle = not (self._running or self._waiting or self._embeddings or self._prepared.busy or self._pending_events)
         if not idle and not self._is_stalled:
-            if not self._awaits_pages():
+            if not self._kv.awaits_pages(s.computed for s in self._running.values()):
                 return now
             if self._pages_due is None:
                 self._pages_due = now + _PAGES_WITHIN_S
             return self._pages_due
-        expiry = self._prepared.next_expiry()
-        due = [expiry] if expiry is not None else []
-        if self._kv is not None and (patience := self._kv.patience(now)) is not None:
-            due.append(now + patience)
-        return min(due, default=math.inf)
+        due = (self._prepared.next_expiry(), self._kv.next_adjustment(now))
+        return min((at for at in due if at is not None), default=math.inf)
 
     def has_commands(self) -> bool:
         return not self._inbox.empty()
@@ -241,8 +230,7 @@ class Batcher:
             False after `stop`.
         """
         self._pages_due = None
-        began = time.monotonic()
-        self._costs.begin(began)
+        self.meters.begin(time.monotonic())
         if not self._take_commands():
             self._masks.close()
             return False
@@ -252,31 +240,22 @@ class Batcher:
             events += self._step(self._step_limits(is_contended=is_contended))
             events += self._embeddings.step(self._costs)
         self.blocks_used = self._used_blocks()
-        self._adjust_pages()
+        self._adjust_budget()
         if events:
             for event in events:
                 if not isinstance(event, Admitted):
                     self._open.on_output(event.request_id)
                 if isinstance(event, Embedded):
                     self._costs.close(event.request_id)
-            self._write_meters(self.busy_s + time.monotonic() - began)  # before a gateway receives it
+            self.meters.record_results(time.monotonic())
             self._deliver(events)
-        ended, has_more = time.monotonic(), bool(self._running or self._waiting or self._embeddings or self._prepared.busy)
-        is_charged = self._costs.end(ended, has_more=has_more)
-        if events or has_more or is_charged:
-            self.busy_s += ended - began
-            self._write_meters(self.busy_s)
-        self.closed_s = self._costs.closed_s
-        if self._costs.background_s != self.background_s:
-            self.background_s = dict(self._costs.background_s)  # other threads read it
+        has_more = bool(self._running or self._waiting or self._embeddings or self._prepared.busy)
+        self.meters.end(time.monotonic(), has_results=bool(events), has_more=has_more)
         return True
 
-    def _write_meters(self, busy_s: float) -> None:
-        if self._page is not None:
-            self._page.write_steps(busy_s, self._costs.charged_s, self._costs.background_s.get(OWN, 0.0))
-
     def _step_limits(self, *, is_contended: bool) -> Limits:
-        return replace(self._limits, step_tokens=self._limits.chunk_tokens) if is_contended else self._limits
+        limits = self._kv.limits
+        return replace(limits, step_tokens=limits.chunk_tokens) if is_contended else limits
 
     # Commands
 
@@ -299,7 +278,7 @@ class Batcher:
                             self._pending_events.append(Yielded(request_id))
                     case PrepareOrder():
                         views = (s.view for s in self._running.values()), (s.view for s in self._waiting)
-                        self._prepared.order(command, background_prefill.free_blocks(*views, self._limits))
+                        self._prepared.order(command, background_prefill.free_blocks(*views, self._kv.limits))
                     case Transfer(run):
                         run()
                     case DiscardPrepared(name):
@@ -310,13 +289,11 @@ class Batcher:
                         del adapter
                         forgotten()
                     case SetKvBlocks(kv_blocks):
-                        self._granted = kv_blocks
-                        self._apply_pages()
-                    case PagesLent(more, is_answer, turn) if self._kv is not None:
+                        self._kv.grant(kv_blocks)
+                    case PagesLent(more, is_answer, turn):
                         self._kv.on_lent(more, is_answer=is_answer, turn=turn)
-                        self._apply_pages()
-                    case ShrinkKv(keep) if self._kv is not None:
-                        self._shrink(self._kv, keep)
+                    case ShrinkKv(keep) if self._kv.borrows:
+                        self._shrink(keep)
                     case WarmUp(done):
                         if self._runner is not None and not self._has_computed:
                             self._runner.forward([Row(self._runner.new_state(), 0, WARM_UP)])
@@ -338,54 +315,31 @@ class Batcher:
     def _used_blocks(self) -> int:
         return sum(blocks_for(s.computed) for s in self._running.values()) + self._prepared_blocks()
 
-    def _apply_pages(self) -> None:
-        if (kv := self._kv) is None:
-            self._limits = replace(self._limits, kv_blocks=self._granted)
-            return
-        blocks, guaranteed = kv.blocks(self._granted), kv.guaranteed_blocks(self._granted)
-        self._limits = replace(self._limits, kv_blocks=blocks, guaranteed_blocks=guaranteed)
-
     def _oldest(self) -> SequenceView | None:
         first = next(iter(self._running.values()), None) or (self._waiting[0] if self._waiting else None)
         return first.view if first is not None else None
 
-    def _find_protected(self) -> int | None:
-        """Return the key of the sequence that is not preempted: the oldest one."""
-        if self._kv is not None:
-            return self._kv.lease.protected
-        oldest = self._oldest()
-        return oldest.key if oldest is not None else None
+    def _adjust_budget(self) -> None:
+        if self._kv.borrows:
+            self._kv.adjust(
+                (s.view for s in self._running.values()),
+                (s.view for s in self._waiting),
+                self._oldest(),
+                used_blocks=self.blocks_used,
+                promised_blocks=self._prepared.promised_blocks,
+                is_stalled=self._is_stalled,
+                now=time.monotonic(),
+            )
 
-    def _find_turn(self) -> int | None:
-        """Return the key of the sequence that has, or has asked for, the turn."""
-        turn = self._kv.lease.turn if self._kv is not None else None
-        return turn.key if turn is not None else None
-
-    def _awaits_pages(self) -> bool:
-        """True if the next step needs pages that the loader may be about to lend."""
-        if self._kv is None or self._kv.lease.is_answered:
-            return False
-        return sum(blocks_for(s.computed + 1) for s in self._running.values()) > self._limits.kv_blocks
-
-    def _adjust_pages(self) -> None:
-        if self._kv is not None:
-            needed = needed_blocks((s.view for s in self._running.values()), (s.view for s in self._waiting), self._limits)
-            other = self._kv.ceiling_blocks - self._granted
-            needed += self._prepared.promised_blocks + other
-            self._kv.adjust(Need(needed, self.blocks_used, other, self._oldest(), self._is_stalled), time.monotonic())
-            self._apply_pages()
-            self.pages_wanted = self._kv.demand_pages
-
-    def _shrink(self, kv: KvPages, keep: int) -> None:
+    def _shrink(self, keep: int) -> None:
         """Return all but `keep` pages, preempting the newest sequences that do not fit."""
-        pages = kv.shrink(keep)
-        self._apply_pages()
-        if (missing := self._used_blocks() - self._limits.kv_blocks) > 0 and self._prepared.preempt(missing):
+        pages = self._kv.shrink(keep)
+        if (missing := self._used_blocks() - self._kv.limits.kv_blocks) > 0 and self._prepared.preempt(missing):
             for sequence in self._waiting:
                 sequence.preempt()
-        while self._running and self._used_blocks() > self._limits.kv_blocks:
+        while self._running and self._used_blocks() > self._kv.limits.kv_blocks:
             self._preempt(next(reversed(self._running)))
-        kv.release(pages)
+        self._kv.release(pages)
 
     def _preempt(self, key: int) -> None:
         sequence = self._running.pop(key)
@@ -404,7 +358,7 @@ class Batcher:
             parts = self._prepared.claim(request.prepared, request.variant, tokens, request.share.flow)
             for sequence, part in zip(sequences, parts, strict=True):
                 sequence.state, sequence.computed, sequence.recomputes = part.state, part.computed, part.caused_by
-        self._slots.begin_waiting(sequences, self._running, self._waiting, self._limits.max_sequences)
+        self._slots.begin_waiting(sequences, self._running, self._waiting, self._kv.limits.max_sequences)
         self._waiting.extend(sequences)
         self._open.begin(request.request_id, len(sequences))
         if finished or not sequences:
@@ -432,10 +386,10 @@ class Batcher:
     def _step(self, limits: Limits) -> list[Event]:
         if self._runner is None or not (self._running or self._waiting or self._prepared.busy):
             return []
-        for key in self._slots.arrange(self._running, self._waiting, limits, self._find_turn()):
+        for key in self._slots.arrange(self._running, self._waiting, limits, self._kv.turn):
             log.debug("paused a sequence for another key", extra={"request_id": self._running.pop(key).request.request_id})
         waiting = (s.view for s in self._waiting)
-        plan = plan_step([s.view for s in self._running.values()], waiting, limits, self._find_protected())
+        plan = plan_step([s.view for s in self._running.values()], waiting, limits, self._kv.find_protected(self._oldest()))
         events: list[Event] = list(self._move(plan, self._runner))
         self._make_room(plan)
         computed = [self._running[work.key] for work in plan.work]
@@ -487,7 +441,7 @@ class Batcher:
         """Blocks that are left after the step; negative: prepared blocks must be evicted."""
         counts = {w.key: w.count for w in plan.work}
         after = [replace(s.view, computed=s.computed + counts.get(k, 0)) for k, s in self._running.items()]
-        return background_prefill.unused_blocks(after, self._prepared_blocks(), self._limits)
+        return background_prefill.unused_blocks(after, self._prepared_blocks(), self._kv.limits)
 
     def _make_room(self, plan: StepPlan) -> None:
         """Evict prepared blocks that running sequences need."""

@@ -126,15 +126,15 @@ class Serving(RequestServer[Stream]):
             generated_tokens=self._generated,
             kv_bytes_used=self.batcher.blocks_used * self._block_bytes if self.batcher is not None else 0,
             kv_bytes_wanted=self.batcher.pages_wanted * PAGE_BYTES if self.batcher is not None else 0,
-            busy_s=round(self.batcher.busy_s, 6) if self.batcher is not None else 0.0,
+            busy_s=round(self.batcher.meters.busy_s, 6) if self.batcher is not None else 0.0,
             background=self._list_background(),
-            charged_s=round(self.batcher.closed_s - self._unmetered_s, 6) if self.batcher is not None else None,
+            charged_s=round(self.batcher.meters.closed_s - self._unmetered_s, 6) if self.batcher is not None else None,
             idle_ms=int(self.idle_s * 1000),
             adapters=self.adapters.list_loaded() if self.adapters is not None else (),
         )
 
     def _list_background(self) -> tuple[BackgroundWork, ...]:
-        seconds = dict(self.batcher.background_s) if self.batcher is not None else {}
+        seconds = dict(self.batcher.meters.background_s) if self.batcher is not None else {}
         if self._unmetered_s:
             seconds[OWN] = seconds.get(OWN, 0.0) + self._unmetered_s
         return tuple(BackgroundWork(plan_id=cause, seconds=round(s, 6)) for cause, s in seconds.items())

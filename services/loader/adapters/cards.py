@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from weights.formats.segment import lay_out
 from weights.sources.open import open_source
 from weights.sources.sources import Sources

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Executor
 
-from shared.contracts.models import ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelSpec
 from shared.errors import CheckpointInvalid
 from weights.formats.foreign import describe_foreign
 from weights.formats.known_architectures import check_known

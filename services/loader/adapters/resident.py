@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shared.contracts.models import ModelInfo
+from shared.contracts.model_info import ModelInfo
 from weights.cache.journal import FileHead
 from weights.cache.store import EntryRecord
 from weights.formats.segment import Layout

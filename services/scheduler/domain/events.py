@@ -9,7 +9,8 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.demand import Demand
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.migration import MigrationRecord
-from shared.contracts.models import ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelSpec
 from shared.contracts.node import NodeStatus
 from shared.contracts.objectives import ReportObjectives
 

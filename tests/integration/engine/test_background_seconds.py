@@ -50,7 +50,7 @@ def prepare(engine: RecordedBatcher, name: str, sequence: list[int], caused_by: 
 def background(engine: RecordedBatcher, cause: str = OWN) -> float:
     """Return the seconds of a cause; `OWN` without an argument."""
     engine.batcher.transfer(lambda _: None).result(60)  # in a step after those before
-    return engine.batcher.background_s.get(cause, 0.0)
+    return engine.batcher.meters.background_s.get(cause, 0.0)
 
 
 def charged(engine: RecordedBatcher, request_id: str) -> float:
@@ -74,7 +74,7 @@ def test_a_migrated_request_pays_for_new_tokens_only(loaded: LoadedModel, engine
     engine.answer(again)
     assert background(engine, cause) > grown, "tokens that were generated meanwhile"
     in_all = charged(engine, "whole") + charged(engine, "moved") + background(engine, cause) + background(engine, other)
-    assert in_all == pytest.approx(engine.batcher.busy_s, rel=0.01)
+    assert in_all == pytest.approx(engine.batcher.meters.busy_s, rel=0.01)
 
 
 def test_a_request_that_was_not_prepared_pays_for_its_recomputation(loaded: LoadedModel, engine: RecordedBatcher) -> None:
@@ -82,4 +82,4 @@ def test_a_request_that_was_not_prepared_pays_for_its_recomputation(loaded: Load
     whole = engine.answer(first)
     engine.answer(request(loaded, "again", cut(whole, {0: 20}, first)))
     in_all = charged(engine, "whole") + charged(engine, "again") + background(engine)
-    assert in_all == pytest.approx(engine.batcher.busy_s, rel=0.01)
+    assert in_all == pytest.approx(engine.batcher.meters.busy_s, rel=0.01)

@@ -68,7 +68,7 @@ class RunningExecutor:
                     await self.report()
                     return
                 except Unreachable:
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0.02)  # nothing announces an executor without models
 
     async def report(self) -> ExecutorReport:
         return await self.engines.mesh.request(subjects.executor_control(self.name), PingExecutor(), ExecutorReport)

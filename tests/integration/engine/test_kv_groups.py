@@ -25,13 +25,19 @@ from shared.errors import ThawError, UnsupportedParameter
 from tests.integration.engine.test_families import LoadedModel
 from tests.integration.engine.test_kv_transfer import BODIES, BODY, PROMPT, Pair, Round, check_rounds, rounds_of
 from tests.integration.engine.test_resume import flat, request
-from tests.support.kv_transfer import Fault, Proxy
+from tests.support.kv_transfer import Fault, Proxy, faults_of_parts
 from tests.support.launcher import until
 from tests.support.stage_group import LocalGroup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STAGES = 3
+TYPES = [
+    pytest.param(dtype, body, marks=() if dtype == "bfloat16" or body == "greedy" else pytest.mark.long)
+    for dtype in ("float32", "bfloat16")
+    for body in BODIES
+]
+"""Of the model, with a request. The property below has any request, in float32."""
 
 
 class FromGroup(Pair):
@@ -64,7 +70,7 @@ async def exact(exact_llama: LoadedModel) -> AsyncIterator[FromGroup]:
     await made.close()
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(("llama", "body"), TYPES, indirect=["llama"])
 async def test_moved_request_has_all_keys_and_values_of_its_stages(pair: FromGroup, body: str) -> None:
     """Also those of the last tokens. In bfloat16 too nothing is computed: nothing is rounded."""
     whole = pair.whole(**BODIES[body])
@@ -106,10 +112,7 @@ async def offer_if_computed(pair: FromGroup, request_id: str) -> KvOffer | None:
         return None
 
 
-@pytest.mark.parametrize("part", range(STAGES))
-@pytest.mark.parametrize(
-    ("fault", "reason"), [("cut", "closed"), ("flip", "damaged"), ("stall", "timed out")], ids=["cut", "flip", "stall"]
-)
+@pytest.mark.parametrize(("part", "fault", "reason"), faults_of_parts(STAGES))
 async def test_fault_of_one_stage_costs_only_tokens_that_lack_a_layer(
     exact: FromGroup, part: int, fault: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,8 @@ from shared.contracts.engine import DropAdapter, LoadAdapter
 from shared.contracts.inference import InferData
 from shared.contracts.loader import FetchModelFiles, ModelFilesFetched
 from shared.contracts.migration import PrepareResume, ReadTokens, ResumePrepared, TokensRead
-from shared.contracts.models import AdapterInfo, ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import AdapterInfo, ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import StoreFull
 from tests.support.hosted import MIB, HostedAnswer, Hosts, fake_program, hosted_card, resumes_from_any_message
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.contracts.models import ModelInfo
+from shared.contracts.model_info import ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, StaleToken, ThawError, Unavailable
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.fake_hub import COMMIT, FakeHub

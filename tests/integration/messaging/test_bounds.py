@@ -23,7 +23,8 @@ from services.gateway.adapters.key_writer import Actor, KeyWriter
 from services.scheduler.adapters.catalog import Catalog
 from shared.contracts import stream_limits, subjects
 from shared.contracts.keys import NewKey
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import StoreFull
 from shared.messaging import Mesh, full_stores, streams
 from shared.messaging.streams import StreamRefused

@@ -24,7 +24,8 @@ from shared.contracts import subjects
 from shared.contracts.base import Done, Message
 from shared.contracts.inference import InferRequest
 from shared.contracts.loader import LOADER_COMMAND, AttachWeights, LoaderCommand, ReleaseWeights, WeightsAttached, WeightsReleased
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import (
     InstanceState,
     InstanceStatus,

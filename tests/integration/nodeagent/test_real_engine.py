@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 EPOCH = 1 << 32
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def started_as_by_users() -> Iterator[None]:
     """Execute the nodeagent, its zygote and its engines; other tests fork them."""
     with executed():
@@ -58,6 +58,7 @@ def start_of(card: ModelCard, instance_id: str) -> StartInstance:
     )
 
 
+@pytest.mark.usefixtures("started_as_by_users")
 @pytest.mark.parametrize("zygote", ["true", "false"])
 async def test_a_real_engine_from_start_to_proved_free(nats_server: NatsServer, tmp_path: Path, zygote: str) -> None:
     source = make_demo_model(tmp_path / "model", "test")

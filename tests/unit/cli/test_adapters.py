@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shared.contracts.admin import ClusterView, ModelView, NodeView
 from shared.contracts.engine import EngineLoad, LoadedAdapter
-from shared.contracts.models import AdapterInfo
+from shared.contracts.model_info import AdapterInfo
 from shared.contracts.node import InstanceState
 from tests.unit.cli.test_ps import VIEW, instance
 from thaw.cli.listing import adapters_after_bases, shown_name

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView
 from shared.contracts.loader import DeviceMemory, KvOnDevice, LinkStatus, ModelUnits
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, Suspension, Timing
 from tests.unit.cli.test_migrate import DONE
 from thaw.cli.ps import facts_of, show_devices, show_memory, show_models, state_of

@@ -13,7 +13,8 @@ import pytest
 from services.engine.domain.step_planning import BLOCK_TOKENS, LoraBudget, lora_budget
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.lora.room import LoraRoom
-from shared.contracts.models import AdapterInfo, ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import AdapterInfo, ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.engines import adapter_cache
 from shared.engines.adapter_cache import AdapterCache
 from shared.errors import CheckpointInvalid, InsufficientMemory

@@ -230,7 +230,7 @@ def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_perce
             grew.notify_all()
 
     batcher = Batcher(cast(Any, _Runner(clock)), cast(Any, None), cast(Any, _Letters()), Limits(4, 10, 512, 64), deliver)
-    batcher.keep_meters(ChargePage(tmp_path / "m.charges"))
+    batcher.meters.keep_in(ChargePage(tmp_path / "m.charges"))
     loop = DeviceLoop(1, meter.on_step)
     serving = loop.serve("m", batcher)
     cancelled = set[str]()
@@ -252,11 +252,11 @@ def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_perce
         loop.stop()
     assert len(cancelled) > 3
     assert taken, "no request has lost its memory: the test shows nothing about it"
-    in_all = sum(charged.values()) + sum(batcher.background_s.values())
+    in_all = sum(charged.values()) + sum(batcher.meters.background_s.values())
     assert in_all - batcher._costs.prepaid_s == pytest.approx(meter.used_s, rel=0.01)
-    assert in_all - batcher._costs.prepaid_s == pytest.approx(batcher.busy_s, rel=0.001)
+    assert in_all - batcher._costs.prepaid_s == pytest.approx(batcher.meters.busy_s, rel=0.001)
     assert batcher._costs.closed_s == pytest.approx(sum(charged.values()))
     final = read_charges(tmp_path / "m.charges", os.getpid())
     assert final is not None
-    assert final.busy_s == pytest.approx(batcher.busy_s)
+    assert final.busy_s == pytest.approx(batcher.meters.busy_s)
     assert final.charged_s + final.own_s == pytest.approx(in_all, rel=0.001)

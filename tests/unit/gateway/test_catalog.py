@@ -7,7 +7,8 @@ import pytest
 from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.engine_request import EngineRequest
 from shared.contracts.inference import InferRequest
-from shared.contracts.models import AdapterInfo, LinearShape, ModelCard, ModelSpec
+from shared.contracts.model_info import AdapterInfo, LinearShape
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import ModelNotFound
 from tests.support.fake_node import model_info
 

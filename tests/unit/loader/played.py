@@ -8,7 +8,8 @@ from services.loader.domain.decide import decide
 from services.loader.domain.effects import Effect, Grant, RemoveRecord, Vacate
 from services.loader.domain.events import Completed, Event, Indexed, LaidOut, Prepare
 from services.loader.domain.state import State
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import CheckpointInvalid
 from weights.pool.chunks import Chunks
 

@@ -15,7 +15,7 @@ from services.loader.domain.effects import Refused
 from services.loader.domain.events import Attach, NodeReported, Release
 from services.loader.domain.lifecycle import LOST_AFTER_S, MISSING_FOR_S
 from shared.contracts.loader import adapter_holder, instance_of
-from shared.contracts.models import AdapterInfo, LinearShape, ModelInfo
+from shared.contracts.model_info import AdapterInfo, LinearShape, ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, ThawError
 from tests.support.sources import inspected
 from tests.unit.loader.checkpoints import write_checkpoint

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.contracts.models import ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelSpec
 from shared.errors import CheckpointInvalid, InvalidModel, ThawError, UnsupportedArchitecture
 from tests.support.sources import inspected
 from tests.unit.loader.checkpoints import CONFIG, write_checkpoint

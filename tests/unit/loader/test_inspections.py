@@ -12,7 +12,8 @@ import pytest
 
 from services.loader.adapters import inspection
 from services.loader.adapters.inspection import Inspections
-from shared.contracts.models import ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelSpec
 from shared.errors import Unavailable
 from tests.support.fake_node import MIB, model_info
 from weights.sources.sources import Sources

@@ -11,7 +11,8 @@ from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import Instance, NodeState, Outlook, Policy
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineReport, EngineState
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import ResumeInstance, StartInstance, StopInstance, SuspendInstance
 
 EPOCH = 1 << 32

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from services.engine.stages.processes import later_starts
 from services.scheduler.domain.estimates.memory_needs import device_count
 from shared.contracts.engine import EngineStart
-from shared.contracts.models import LayerSizes, ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import LayerSizes, ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.stages import LayerRange, Stage, stage_holder, stage_instance, whole_instance
 from shared.sizing import MIB, need_of
 

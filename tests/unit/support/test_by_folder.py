@@ -17,6 +17,7 @@ WAITING = ("chaos", "contract/messages", "docker", "e2e", "unit/cli")
     [
         ("tests/docker/test_locks.py::test_a", "docker"),
         ("tests/unit/loader/format/test_root.py::test_a[x::y]", "unit/loader"),
+        ("tests/unit/scheduler/placement/test_queue.py::test_a", "unit/scheduler/placement/test_queue.py"),
         ("tests/integration/suspend/test_a.py::test_a", "swap"),
         ("tests/e2e/test_suspend.py::test_a", "swap"),
         ("tests/e2e/test_verbs.py::test_a", "e2e"),

@@ -37,7 +37,8 @@ from services.scheduler.domain.state.volatile import (
 from services.scheduler.domain.values import replace
 from shared.contracts.admin import ModelsAdded
 from shared.contracts.base import Done
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec, routes_of
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec, routes_of
 from shared.contracts.node import InstanceState
 from shared.errors import Conflict, InsufficientMemory, InvalidRequest, ModelNotFound, NotFound, ThawError, Unavailable
 from shared.sizing import need_of

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shared.contracts.engines import CAPABILITIES
-from shared.contracts.models import AdapterInfo, LinearShape, ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import AdapterInfo, LinearShape, ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import CheckpointInvalid, Conflict, InvalidModel, InvalidRequest, ModelNotFound, UnsupportedArchitecture
 from shared.sizing import VLLM_RANK
 

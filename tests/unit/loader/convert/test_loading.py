@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from services.engine.generation import attention
 from services.engine.model import checkpoint as engine_checkpoint
 from services.engine.model.segment import Segment
-from shared.contracts.models import ModelInfo
+from shared.contracts.model_info import ModelInfo
 from shared.dtypes import TORCH_NAMES
 from tests.unit.loader.convert.models import raw, some_weights, write_torch
 from tests.unit.loader.convert.test_parallel import LLAMA, write_model

@@ -12,7 +12,8 @@ from services.scheduler.domain.effects import DeleteCatalog, PutCatalog
 from services.scheduler.domain.events import AddModelsRequested, RemoveModelRequested
 from shared.contracts.admin import ModelAwake, ModelsAdded
 from shared.contracts.base import Done, ErrorBody
-from shared.contracts.models import AdapterInfo, LinearShape, ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import AdapterInfo, LinearShape, ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import CheckpointInvalid
 from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.world import World

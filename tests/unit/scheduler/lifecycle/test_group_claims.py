@@ -11,7 +11,8 @@ from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity
 from shared.contracts.base import ErrorBody
-from shared.contracts.models import LayerSizes, ModelSpec
+from shared.contracts.model_info import LayerSizes
+from shared.contracts.models import ModelSpec
 from shared.contracts.node import Capability, InstanceState
 from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.world import World

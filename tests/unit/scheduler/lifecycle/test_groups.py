@@ -13,7 +13,8 @@ from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Drop, apply
 from services.scheduler.domain.state.volatile import LaterStage
 from shared.contracts.base import ErrorBody
-from shared.contracts.models import LayerSizes, ModelSpec
+from shared.contracts.model_info import LayerSizes
+from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState
 from shared.contracts.stages import RankOf
 from shared.errors import EngineFailed, EngineKilled, InsufficientMemory

@@ -12,7 +12,8 @@ from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.entities import CONSOLIDATION
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
-from shared.contracts.models import LayerSizes, ModelSpec, Slo
+from shared.contracts.model_info import LayerSizes
+from shared.contracts.models import ModelSpec, Slo
 from shared.contracts.node import InstanceState
 from tests.support.examples import examples
 from tests.support.fake_node import MIB, model_info

@@ -8,7 +8,8 @@ from services.scheduler.domain.events import AddModelsRequested, LoaderStatusRec
 from services.scheduler.domain.state.volatile import Fetch
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus, LoaderStatus, SegmentStatus
-from shared.contracts.models import LayerSizes, ModelSpec, Slo
+from shared.contracts.model_info import LayerSizes
+from shared.contracts.models import ModelSpec, Slo
 from shared.contracts.plans import PlanRecord
 from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.world import World

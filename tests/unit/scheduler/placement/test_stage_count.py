@@ -15,7 +15,8 @@ from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.volatile import ANYWHERE, Estimate
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
-from shared.contracts.models import AdapterInfo, LayerSizes, ModelSpec, Slo
+from shared.contracts.model_info import AdapterInfo, LayerSizes
+from shared.contracts.models import ModelSpec, Slo
 from shared.contracts.plans import Candidate
 from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.world import World

@@ -20,7 +20,8 @@ from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Node
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Cooldown, Estimate
-from shared.contracts.models import ModelCard, ModelInfo, ModelSpec
+from shared.contracts.model_info import ModelInfo
+from shared.contracts.models import ModelCard, ModelSpec
 from tests.support.examples import examples
 
 INFO = ModelInfo(

@@ -42,7 +42,7 @@ from bench.report import median, write
 from services.engine.generation.runner import Row, Runner
 from services.engine.model import loading
 from services.engine.model.architectures import ModelCache
-from services.engine.model.arriving import Follower
+from services.engine.model.arriving import ArrivingPages, Follower
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import WeightsAttached
@@ -156,7 +156,7 @@ def measure(case: Case, way: str) -> Measured:
             token = first_token(ready.runner, case.prompt)
             attached = loader.wait()
             assert isinstance(attached.handle, PagesHandle)
-            assert follower.pages is not None
+            assert isinstance(follower.pages, ArrivingPages)
             follower.end()
             follower.pages.map_all(attached.handle)  # as the engine does before results go out
         ended = time.monotonic()

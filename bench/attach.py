@@ -166,6 +166,14 @@ class Node:
             raise SystemExit(f"{instance_id} did not answer: {stream.replies[-1]}")
         return first, tuple(stream.tokens())
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The loader's and the nodeagent's process."""
+        return tuple(process.pid for process in self._processes)
+
+    async def reaches(self, instance_id: str, state: InstanceState) -> None:
+        await self._wait_until(lambda s: any(i.instance_id == instance_id and i.state is state for i in s.instances))
+
     async def stop(self, instance_id: str) -> None:
         command = StopInstance(token=_EPOCH + next(self._numbers), instance_id=instance_id)
         await self._mesh.request(subjects.node_command(self.name), command, Done)
@@ -177,7 +185,7 @@ class Node:
         began = time.perf_counter()
         instance_id = (await self.start(card)).instance_id
         first, tokens = await self.ask(instance_id)
-        await self._wait_until(lambda s: any(i.instance_id == instance_id and i.state is InstanceState.READY for i in s.instances))
+        await self.reaches(instance_id, InstanceState.READY)
         again = time.perf_counter()
         second, _ = await self.ask(instance_id)
         await self.stop(instance_id)

@@ -134,6 +134,7 @@ class Engine(InstanceProcess):
         )
         self._loader = LoaderWatch(self._weights, self._reporter)
         self._memory_exceeded = asyncio.Event()
+        self._attaching: Attaching | None = None
         self._overlap: Overlap | None = None
         self._computing: asyncio.Future[None] | None = None
         self._mapped_at: list[tuple[int, int]] = []
@@ -201,8 +202,8 @@ class Engine(InstanceProcess):
 
     async def _load(self) -> None:
         """Load the weights, and open the engine for requests: if possible while they arrive."""
-        if self._parts.is_shared:
-            await self._attach()
+        if self._attaching is not None:
+            await self._attach(self._attaching)
             return
         loop = asyncio.get_running_loop()
         index = await self._weights.attach(self._start.card, self._start.instance_id, "index")
@@ -234,22 +235,24 @@ class Engine(InstanceProcess):
             )
         await self._complete(bound, small, attached)
 
-    async def _attach(self) -> None:
-        """Load the weights while other engines of the process compute."""
+    def begin_attaching(self) -> None:
+        """Begin to load the weights into a process whose other engines compute. `run` follows."""
 
         def on_index(index: WeightsAttached) -> None:
             self._reporter.weights_id = index.weights_id
             self._reporter.advance(BOUND, Phase.LOAD)
 
+        models, run = self._parts.models, self._run_on_file_thread
+        self._attaching = Attaching(self._start, self._weights, models, self._timeline, run, on_index, self._keep_requests)
+        self._mapped_at = self._attaching.ranges
+        self._attaching.begin()
+
+    async def _attach(self, attaching: Attaching) -> None:
+        """Load the weights while other engines of the process compute."""
         if self._start.stage is not None:
             stage_ring.check_start(self._start, is_shared=True)
         if borrows_pages(self._start) and self._start.card.info.task == "generate":
             self._begin_borrowing()
-        parts = self._parts
-        attaching = Attaching(
-            self._start, self._weights, parts.models, self._timeline, self._run_on_file_thread, on_index, self._keep_requests
-        )
-        self._mapped_at = attaching.ranges
         model = await attaching.load()
         loading.check_isolation(model.attached.handle, is_shared=True)
         await self._complete(model.bound, model.files, model.attached)
@@ -259,7 +262,7 @@ class Engine(InstanceProcess):
         if not self._mesh.nc.is_connected:  # a subscription might be lost
             return
         self._serving.keep_requests()
-        await self._accept_requests()
+        await self._accept_requests(is_confirmed=False)
         self._reporter.accept_requests()
 
     async def _complete(self, bound: loading.BoundModel, small: loading.ModelFiles, attached: WeightsAttached) -> None:
@@ -395,6 +398,8 @@ class Engine(InstanceProcess):
             await end(self._connecting)
         if self._ring is not None:
             await asyncio.to_thread(stage_ring.close_connections, self._ring, is_orderly=self._serving.draining)
+        if self._attaching is not None:
+            await self._attaching.end()
         if self._overlap is not None:
             await self._overlap.close()
         if self._borrowing is not None:

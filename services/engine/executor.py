@@ -161,6 +161,7 @@ class Executor:
         self._memory.join(start.instance_id, max(need.kv, start.kv_bytes) + need.converted + need.runtime, need.executor)
         stop = asyncio.Event()
         engine = Engine(self._parts, start, stop, Timeline("engine"))
+        engine.begin_attaching()
         running = asyncio.create_task(_run(engine), name=f"engine {start.instance_id}")
         self._attached[start.instance_id] = _Attached(engine, stop, running)
         log.info("attached", extra={"instance": start.instance_id, "model": start.card.name})

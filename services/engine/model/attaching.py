@@ -81,23 +81,33 @@ class Attaching:
         self._start, self._weights, self._models = start, weights, models
         self._timeline, self._run, self._on_index, self._on_loaded = timeline, run, on_index, on_loaded
         self._tasks: list[asyncio.Task[Any]] = []
+        self._index: asyncio.Task[WeightsAttached] | None = None
+        self._complete: asyncio.Task[WeightsAttached] | None = None
         self.ranges: list[tuple[int, int]] = []
+
+    def begin(self) -> None:
+        """Ask the loader. `load` or `end` follows."""
+        self._index = self._begin(self._attach("index"))
+        if self._start.separate_memory:
+            self._complete = self._begin(self._attach("complete"))
 
     async def load(self) -> AttachedModel:
         """Load the weights. Call it once. Raises the error of the load."""
+        if self._index is None:
+            self.begin()
+        assert self._index is not None
         try:
-            complete = self._begin(self._attach("complete")) if self._start.separate_memory else None
-            index = await self._attach("index")
+            index = await self._index
             self._on_index(index)
             with self._timeline.phase(Phase.INIT):
                 files = self._begin(self._run(partial(loading.read_files, Path(index.directory), self._start, self._models)))
                 segment = await self._run(partial(self._open_segment, index))
-                mapping = self._begin(self._map(complete))
+                mapping = self._begin(self._map())
                 bound: loading.BoundModel = await self._run(partial(self._bind, index, segment))
                 small: loading.ModelFiles = await files
             attached, mapped = await mapping
         finally:
-            await self._end()
+            await self.end()
         if not bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has reloaded the weights; binding again")
             bound = await self._run(partial(self._bind, attached, None))
@@ -105,9 +115,17 @@ class Attaching:
             mapped.give_to(bound)
         return AttachedModel(bound, small, attached)
 
-    async def _map(self, complete: asyncio.Task[WeightsAttached] | None) -> tuple[WeightsAttached, loading.MappedPages | None]:
+    async def end(self) -> None:
+        """End what still runs. Calling it again has no effect."""
+        tasks, self._tasks, self._index, self._complete = self._tasks, [], None, None
+        await end(*tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # `load` has raised it, or the engine was stopped
+
+    async def _map(self) -> tuple[WeightsAttached, loading.MappedPages | None]:
         """Wait for the weights, and map them where the device has memory of its own."""
-        attached = await (complete if complete is not None else self._attach("complete"))
+        attached = await (self._complete if self._complete is not None else self._attach("complete"))
         self._timeline.absorb(attached.phases)
         if attached.device_error is not None:
             raise from_body(attached.device_error)
@@ -123,14 +141,6 @@ class Attaching:
         task = asyncio.create_task(work)
         self._tasks.append(task)
         return task
-
-    async def _end(self) -> None:
-        """End the tasks. `load` has raised the error of one of them, if there was any."""
-        await end(*self._tasks)
-        for task in self._tasks:
-            if not task.cancelled():
-                task.exception()
-        self._tasks.clear()
 
     async def _attach(self, until: loading.Until) -> WeightsAttached:
         return await self._weights.attach(self._start.card, self._weights.holder, until)

@@ -171,8 +171,9 @@ def on_report(transition: Transition, report: EngineReport) -> None:
     match report.state:  # 4
         case "loading" if instance.state is InstanceState.PREPARING:
             transition.change(instance, state=InstanceState.LOADING)
+            if instance.accepts_requests:
+                transition.emit(Publish(is_awaited=True))
         case "loading" if instance.accepts_requests and not was.accepts_requests:
-            transition.change(instance)
             transition.emit(Publish(is_awaited=True))
         case "ready" if instance.state.starting and instance.state is not InstanceState.RESUMING:
             begun = instance.suspend_state.begun_at or transition.now

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import signal
+import statistics
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ from tests.support.segments import FakeLoader, card_of
 
 _numbers = itertools.count(1)
 _WITHIN_S = 60.0
-_GROWTH_BYTES = 8 << 20
+_GROWTH_BYTES = 1 << 20
+"""Most bytes that 20 attaches may leave behind."""
 ASKED: dict[str, Any] = {"prompt": "once upon a time", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
@@ -261,7 +263,9 @@ async def test_attaching_and_detaching_leaves_nothing_behind(
         sizes.append(process.memory_full_info().uss)
     left = {line.split()[-1] for line in executor.maps().splitlines() if "thaw-test-" in line}
     assert len(left) == 1, "only the other model is mapped"
-    assert sizes[-1] - sizes[20] < _GROWTH_BYTES, [s >> 20 for s in sizes[::10]]
+    # The allocator grows in steps, of which each run has one or two. A leak grows all the time.
+    quarters = [statistics.median(sizes[first : first + 20]) for first in range(20, 100, 20)]
+    assert min(after - before for before, after in itertools.pairwise(quarters)) < _GROWTH_BYTES, [s >> 20 for s in sizes[::10]]
     assert process.num_threads() < 20
     assert (await executor.report()).instances == (kept,)
     assert (await engines.answer(kept, "completion", **ASKED)).tokens() == expected

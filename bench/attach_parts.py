@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 
 from bench.report import median
 from shared.contracts import subjects
+from shared.messaging.mesh import flush
 
 FIRST, LAST = "start command", "first token"
 
@@ -40,7 +41,7 @@ class Tap:
     async def listen(self, client: Client) -> None:
         """Receive every message of the mesh."""
         await client.subscribe(">", cb=self._on_message)
-        await client.flush()
+        await flush(client)
 
     def end(self, *, is_kept: bool) -> None:
         """End the record of a start, and keep it for `print` if it has a first token."""

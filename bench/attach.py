@@ -1,6 +1,7 @@
 """Shared executors: the time from a start to its first token, and the memory of an idle model.
 
-    python -m bench.attach [--size 5m] [--rounds 15] [--models 32] [--threads 1] [--json PATH]
+    python -m bench.attach [--size 5m] [--rounds 15] [--models 32] [--threads 1]
+        [--parts] [--json PATH]
 
 One node with a real nodeagent and loader, and a cpu device with memory of its own. The weights are
 on the device before each start, the zygote has its imports done, and the executor hosts another
@@ -13,6 +14,9 @@ Seconds are from the command to the first token of a request that is sent as soo
 takes requests. `compute` is the same request to the ready instance. The figures are medians over
 the rounds, and of the rounds' ratios. Tokens that differ between the ways end the run with an
 error.
+
+--parts lists when the messages of an attach passed NATS (`bench.attach_parts`). It slows the starts
+down, and measures no memory.
 
 Then --models instances of one architecture are started each way and left idle. Memory is the
 proportional share of anonymous pages (`Pss_Anon`) of their processes: pages that forks share with
@@ -35,10 +39,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import nats
 import psutil
 from nats.aio.msg import Msg
 from pydantic import SecretStr
 
+from bench.attach_parts import Tap
 from bench.report import median, write
 from shared.contracts import subjects
 from shared.contracts.base import Done
@@ -74,7 +80,7 @@ class Node:
     """A nodeagent and a loader, and the scheduler's and gateway's side of them."""
 
     def __init__(self, url: str, mesh: Mesh, home: Path, threads: int) -> None:
-        self.name = "attach"
+        self.name, self.url = "attach", url
         self._mesh, self._home, self._numbers = mesh, home, itertools.count(1)
         self._engines = Engines(mesh, self.name, url, home)
         self._environment = {
@@ -160,6 +166,14 @@ class Node:
             raise SystemExit(f"{instance_id} did not answer: {stream.replies[-1]}")
         return first, tuple(stream.tokens())
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The loader's and the nodeagent's process."""
+        return tuple(process.pid for process in self._processes)
+
+    async def reaches(self, instance_id: str, state: InstanceState) -> None:
+        await self._wait_until(lambda s: any(i.instance_id == instance_id and i.state is state for i in s.instances))
+
     async def stop(self, instance_id: str) -> None:
         command = StopInstance(token=_EPOCH + next(self._numbers), instance_id=instance_id)
         await self._mesh.request(subjects.node_command(self.name), command, Done)
@@ -171,7 +185,7 @@ class Node:
         began = time.perf_counter()
         instance_id = (await self.start(card)).instance_id
         first, tokens = await self.ask(instance_id)
-        await self._wait_until(lambda s: any(i.instance_id == instance_id and i.state is InstanceState.READY for i in s.instances))
+        await self.reaches(instance_id, InstanceState.READY)
         again = time.perf_counter()
         second, _ = await self.ask(instance_id)
         await self.stop(instance_id)
@@ -209,9 +223,9 @@ def anonymous_bytes(pid: int) -> int:
 
 @contextlib.asynccontextmanager
 async def node_of(home: Path, threads: int) -> AsyncIterator[Node]:
-    nats = NatsServer()
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats.url)), "bench-attach")
-    node = Node(nats.url, mesh, home, threads)
+    server = NatsServer()
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(server.url)), "bench-attach")
+    node = Node(server.url, mesh, home, threads)
     try:
         await mesh.start()
         await node.open()
@@ -219,17 +233,32 @@ async def node_of(home: Path, threads: int) -> AsyncIterator[Node]:
     finally:
         node.close()
         await mesh.stop()
-        nats.close()
+        server.close()
 
 
-async def measure_starts(node: Node, model: Path, rounds: int) -> dict[str, float]:
-    """Measure starts of one model, both ways in each round."""
+@contextlib.asynccontextmanager
+async def tapped(node: Node) -> AsyncIterator[Tap]:
+    """Record the messages of starts, and print their times in the end."""
+    client = await nats.connect(node.url)
+    tap = Tap(node.name)
+    try:
+        await tap.listen(client)
+        yield tap
+    finally:
+        await client.close()
+    tap.print()
+
+
+async def measure_starts(node: Node, model: Path, rounds: int, tap: Tap | None = None) -> dict[str, float]:
+    """Measure starts of one model, both ways in each round. `tap`: records the attaches."""
     cards = {way: await node.card(model, way) for way in WAYS}
     found: dict[str, list[Measured]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
         order = WAYS if number % 2 else WAYS[::-1]
         for way in order:
             measured = await node.measure(cards[way])
+            if tap is not None:
+                tap.end(is_kept=bool(number) and way == "shared")
             if number:  # the first round brings the weights to the device
                 found[way].append(measured)
     if len({m.tokens for ways in found.values() for m in ways}) != 1:
@@ -268,6 +297,9 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
         async with node_of(home, options.threads) as node:
             neighbour = await node.start(await node.card(models[1], "shared"))
             await node.ask(neighbour.instance_id)
+            if options.parts:
+                async with tapped(node) as tap:
+                    return await measure_starts(node, models[0], options.rounds, tap)
             figures = await measure_starts(node, models[0], options.rounds)
             await node.stop(neighbour.instance_id)
             return figures | await measure_memory(node, models)
@@ -285,6 +317,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", type=int, default=32, help="idle models, at least two")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--parts", action="store_true", help="list the messages of an attach; measure no memory")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     figures = asyncio.run(run(options))

@@ -16,11 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.engine.domain.elastic_kv import Demand, Lease
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Event
-from services.engine.generation.kv_pages import KvPages
+from services.engine.generation.kv_borrowing import KvBorrowing
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.kv_transfer.destination import BatcherStore, KvDestination
 from services.engine.kv_transfer.exchange import Destination, KvExchange
@@ -34,6 +33,7 @@ from services.engine.lora.prefetch import LoraPrefetcher
 from services.engine.lora.room import LoraRoom
 from services.engine.model import loading
 from services.engine.model.architectures import ModelCache
+from services.engine.model.attaching import Attaching
 from services.engine.model.overlap import Overlap
 from services.engine.server.migration import EngineMigration
 from services.engine.server.serving import Serving
@@ -65,7 +65,7 @@ from shared.errors import MemoryExceeded, ThawError
 from shared.messaging import Mesh
 from shared.tasks import end
 from shared.telemetry.timeline import Timeline
-from weights.kv_lease import PAGE_BYTES, KvLease, Lent, Shrink
+from weights.kv_lease import KvLease
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -126,7 +126,7 @@ class Engine(InstanceProcess):
         self._files = parts.files
         self._page = open_page(start)
         self._batcher: Batcher | None = None
-        self._lease: KvLease | None = None
+        self._borrowing: KvBorrowing | None = None
         self._weights = LoaderClient(mesh, start)
         self._adapters: AdapterCache[LoraAdapter] | None = None
         self._prefetcher = LoraPrefetcher(
@@ -134,9 +134,10 @@ class Engine(InstanceProcess):
         )
         self._loader = LoaderWatch(self._weights, self._reporter)
         self._memory_exceeded = asyncio.Event()
+        self._attaching: Attaching | None = None
         self._overlap: Overlap | None = None
         self._computing: asyncio.Future[None] | None = None
-        self._mapped_at: tuple[tuple[int, int], ...] = ()
+        self._mapped_at: list[tuple[int, int]] = []
         self._jobs: set[Future[Any]] = set()
         if stage_pids:
             self._reporter.hosted = lambda: HostedEngine(pids=stage_pids)
@@ -154,16 +155,17 @@ class Engine(InstanceProcess):
         job.add_done_callback(self._jobs.discard)
         return job
 
-    async def _bind(self, bind: Callable[[], loading.BoundModel]) -> loading.BoundModel:
-        """Run `bind`, without keeping other engines from computing."""
+    async def _bind(self, attached: WeightsAttached) -> loading.BoundModel:
+        """Build the model on the computing thread, while its bytes are still loading."""
 
         def work() -> loading.BoundModel:
-            bound = bind()
-            self._mapped_at = bound.addresses()
+            bound = loading.bind_model(Path(attached.directory), attached, self._start, self._parts.models)
+            self._mapped_at = list(bound.addresses())
             return bound
 
-        if not self._parts.is_shared:
-            return await self._compute(work)
+        return await self._compute(work)
+
+    async def _run_on_file_thread(self, work: Callable[[], R]) -> R:
         return await asyncio.wrap_future(self._track(self._files.submit(work)))
 
     def exceed_memory(self) -> None:
@@ -172,7 +174,7 @@ class Engine(InstanceProcess):
 
     def mapped_ranges(self) -> tuple[tuple[int, int], ...]:
         """Return the addresses at which the engine's weights are mapped: first and end."""
-        return self._mapped_at
+        return tuple(self._mapped_at)
 
     async def until_detached(self) -> None:
         """Wait until no thread works for this engine. Call it after `run`."""
@@ -186,8 +188,8 @@ class Engine(InstanceProcess):
 
         Call it after `until_detached`.
         """
-        lease, self._lease = self._lease, None
-        return lease
+        borrowing, self._borrowing = self._borrowing, None
+        return borrowing.lease if borrowing is not None else None
 
     def _exit_conditions(self) -> Mapping[asyncio.Event, ThawError]:
         return {
@@ -200,17 +202,20 @@ class Engine(InstanceProcess):
 
     async def _load(self) -> None:
         """Load the weights, and open the engine for requests: if possible while they arrive."""
+        if self._attaching is not None:
+            await self._attach(self._attaching)
+            return
         loop = asyncio.get_running_loop()
         index = await self._weights.attach(self._start.card, self._start.instance_id, "index")
         self._reporter.weights_id = index.weights_id
-        directory = Path(index.directory)
         ring = self._begin_ring()
         with self._timeline.phase(Phase.INIT):
-            files = loop.run_in_executor(self._files, loading.read_files, directory, self._start, self._parts.models)
-            bound = await self._bind(partial(loading.bind_model, directory, index, self._start, self._parts.models))
+            read = partial(loading.read_files, Path(index.directory), self._start, self._parts.models)
+            files = loop.run_in_executor(self._files, read)
+            bound = await self._bind(index)
             small = await files
-        self._tokenization = small.tokenization
         self._reporter.advance(BOUND, Phase.LOAD)
+        self._tokenization = small.tokenization
         self._overlap = await self._begin_overlap(bound, small, index)
         if self._overlap is not None:
             self._loader.on_mapped(await self._overlap.finish())
@@ -219,21 +224,57 @@ class Engine(InstanceProcess):
         self._timeline.absorb(attached.phases)
         if not bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has reloaded the weights; binding again")
-            bound = await self._bind(partial(loading.bind_model, directory, attached, self._start, self._parts.models))
+            bound = await self._bind(attached)
         loading.check_device(attached)
         bound.is_partial = attached.loaded_bytes < attached.total_bytes
         if self._start.separate_memory:
-            attached = await loading.map_pages(bound, attached, self._start, self._weights, self._compute)
+            mapped = await loading.map_pages(attached, self._start, self._weights, self._compute)
+            attached = mapped.attached
+            mapped.give_to(bound)
         if ring is not None:
             self._ring = stage_ring.open_connections(
                 await ring, self._start, loading.stage_data_bytes(bound, self._start, self._settings), self._group.report
             )
-        loading.check_isolation(attached.handle, is_shared=self._parts.is_shared)
+        await self._complete(bound, small, attached)
+
+    def begin_attaching(self) -> None:
+        """Begin to load the weights into a process whose other engines compute. `run` follows."""
+
+        def on_index(index: WeightsAttached) -> None:
+            self._reporter.weights_id = index.weights_id
+            self._reporter.advance(BOUND, Phase.LOAD)
+
+        models, run = self._parts.models, self._run_on_file_thread
+        self._attaching = Attaching(self._start, self._weights, models, self._timeline, run, on_index, self._keep_requests)
+        self._mapped_at = self._attaching.ranges
+        self._attaching.begin()
+
+    async def _attach(self, attaching: Attaching) -> None:
+        """Load the weights while other engines of the process compute."""
+        if self._start.stage is not None:
+            stage_ring.check_start(self._start, is_shared=True)
+        if borrows_pages(self._start) and self._start.card.info.task == "generate":
+            self._begin_borrowing()
+        model = await attaching.load()
+        loading.check_isolation(model.attached.handle, is_shared=True)
+        await self._complete(model.bound, model.files, model.attached)
+
+    async def _keep_requests(self) -> None:
+        """Take requests while the model is bound: its weights are loaded (ADR 0105)."""
+        if not self._mesh.nc.is_connected:  # a subscription might be lost
+            return
+        self._serving.keep_requests()
+        await self._accept_requests(is_confirmed=False)
+        self._reporter.accept_requests()
+
+    async def _complete(self, bound: loading.BoundModel, small: loading.ModelFiles, attached: WeightsAttached) -> None:
+        """Open the engine for requests: all weights are loaded and mapped."""
+        self._tokenization = small.tokenization
         self._reporter.advance(0.95, Phase.PROFILE)
         with self._timeline.phase(Phase.PROFILE, copied_parameters=len(bound.copied), packed=int(bound.is_packed)):
             finish = partial(loading.complete, bound, small, self._start, self._settings, attached.handle, self._ring)
             computable = await self._compute(finish)
-        self._mapped_at = bound.addresses()
+        self._mapped_at = list(bound.addresses())
         self._loader.on_mapped(attached)
         self._open(computable, self._deliver)
 
@@ -271,6 +312,12 @@ class Engine(InstanceProcess):
         log.info("accepting requests while weights arrive", extra={"instance": self._start.instance_id})
         return overlap
 
+    def _begin_borrowing(self) -> KvBorrowing:
+        """Borrow pages of the device for the KV cache, unless that has begun."""
+        if self._borrowing is None:
+            self._borrowing = KvBorrowing(self._start, self._settings.node_state)
+        return self._borrowing
+
     async def _start_engine(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._group = GroupLoss()
@@ -291,7 +338,7 @@ class Engine(InstanceProcess):
             self._batcher.meters.keep_in(self._page)
             self._serving.keep_meters(self._page)
         if computable.runner is not None and borrows_pages(self._start):
-            self._lease = self._borrow(self._batcher, computable)
+            self._begin_borrowing().serve(self._batcher, computable.block_bytes)
         if computable.runner is not None and self._start.stage is None:
             bind = partial(loading.bind_lora, computable)
             source = LoaderLoraSource(self._start.instance_id, self._weights, self._batcher, bind, self._files)
@@ -309,30 +356,12 @@ class Engine(InstanceProcess):
             self._exchange = KvExchange(kv_source, destination)
             self._serving.exchange = self._exchange
             self._migration.open(self._exchange)
-        self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters)
+        phases = self._timeline.spans()
+        self._serving.open(computable.reader, self._batcher, computable.block_bytes, self._adapters, phases)
         serving = self._parts.compute.serve(self._start.instance_id, self._batcher)
         self._track(serving)
         self._computing = asyncio.wrap_future(serving)
         return self._batcher
-
-    def _borrow(self, batcher: Batcher, computable: loading.ReadyModel) -> KvLease:
-        """Take the KV cache's memory from the device's pages, as sequences need it."""
-        ceiling = computable.room.granted
-        booked = self._start.kv_floor_bytes
-        floor = -(-(ceiling if booked is None else min(ceiling, booked)) // PAGE_BYTES)
-        lease = Lease(floor, -(-ceiling // PAGE_BYTES), computable.block_bytes, PAGE_BYTES, asked=Demand(floor))
-
-        def deliver(event: Lent | Shrink) -> None:
-            if isinstance(event, Lent):
-                batcher.on_lent(event.more, is_answer=event.is_answer, turn=event.turn)
-            else:
-                batcher.shrink(event.keep)
-
-        path = loader_socket(self._settings.node_state)
-        model = self._start.card.name
-        lender = KvLease(path, self._start.device, self._start.instance_id, floor, deliver, model=model)
-        batcher.borrow(KvPages(lease, lender, ceiling // computable.block_bytes))
-        return lender
 
     async def _wait_for_failure(self) -> ThawError:
         assert self._computing is not None
@@ -371,10 +400,12 @@ class Engine(InstanceProcess):
             await end(self._connecting)
         if self._ring is not None:
             await asyncio.to_thread(stage_ring.close_connections, self._ring, is_orderly=self._serving.draining)
+        if self._attaching is not None:
+            await self._attaching.end()
         if self._overlap is not None:
             await self._overlap.close()
-        if self._lease is not None:
-            self._lease.abandon()
+        if self._borrowing is not None:
+            self._borrowing.abandon()
         self._serving.close()
 
 

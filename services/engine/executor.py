@@ -16,6 +16,7 @@ import gc
 import logging
 import mmap
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -59,6 +60,10 @@ _FILE_THREADS = 2
 _UNMAPPED_WITHIN_S = 2.0
 _POLL_S = 0.005
 _MEASURED_EVERY_S = 0.05
+_SWITCH_INTERVAL_S = 0.0005
+"""Longest time that a thread keeps the interpreter from the others. With Python's 5 ms the event
+loop waits that long for a thread that binds a model, each time that it wakes up.
+"""
 
 
 @dataclass
@@ -161,6 +166,7 @@ class Executor:
         self._memory.join(start.instance_id, max(need.kv, start.kv_bytes) + need.converted + need.runtime, need.executor)
         stop = asyncio.Event()
         engine = Engine(self._parts, start, stop, Timeline("engine"))
+        engine.begin_attaching()
         running = asyncio.create_task(_run(engine), name=f"engine {start.instance_id}")
         self._attached[start.instance_id] = _Attached(engine, stop, running)
         log.info("attached", extra={"instance": start.instance_id, "model": start.card.name})
@@ -326,4 +332,5 @@ def _trim() -> None:
 
 async def run_executor(settings: EngineSettings, stop: asyncio.Event, start: ExecutorStart) -> int:
     """Serve instances until a stop signal, and return the exit status."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     return await Executor(settings, start, stop).run()

@@ -130,7 +130,9 @@ class LaterStage(InstanceProcess):
         self._timeline.absorb(attached.phases)
         if start.separate_memory:
             self._lease = BookedPages(start, self._settings.node_state)
-            attached = await loading.map_pages(bound, attached, start, self._weights, self._compute)
+            mapped = await loading.map_pages(attached, start, self._weights, self._compute)
+            attached = mapped.attached
+            mapped.give_to(bound)
             await self._lease.wait()
         if not bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has reloaded the weights; binding again")

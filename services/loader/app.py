@@ -33,7 +33,7 @@ from services.loader.settings import LoaderSettings
 from shared.contracts import subjects
 from shared.contracts.loader import LOADER_COMMAND, LoaderStatus, ReadModelFile
 from shared.contracts.loader_socket import loader_socket
-from shared.contracts.node import STATUS_INTERVAL_S, NodeStatus
+from shared.contracts.node import STATUS_INTERVAL_S, NodeOutline
 from shared.contracts.segment import segment_prefix
 from shared.errors import Conflict
 from shared.messaging import Mesh
@@ -206,7 +206,7 @@ async def _serve_mesh(settings: LoaderSettings, stop: asyncio.Event, loader: Loa
     mesh = Mesh(settings, f"loader-{settings.node}")
     commands = mesh.respond(subjects.loader_command(settings.node), LOADER_COMMAND, loader.handle, concurrent=True)
     files = mesh.respond(subjects.loader_files(settings.node), TypeAdapter(ReadModelFile), loader.read_file, concurrent=True)
-    mesh.listen(subjects.node_status(settings.node), NodeStatus, loader.on_node_status)
+    mesh.listen(subjects.node_status(settings.node), NodeOutline, loader.on_node_status)
     if settings.peers:
         mesh.listen(subjects.ALL_LOADER_STATUS, LoaderStatus, sharing.peers.on_status)
     if not await mesh.start_unless(stop):

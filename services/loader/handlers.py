@@ -64,7 +64,7 @@ from shared.contracts.loader import (
 )
 from shared.contracts.loader_socket import SocketFollow, SocketMap
 from shared.contracts.models import ModelCard
-from shared.contracts.node import WEIGHTS_ON_GPU, InstanceState, NodeStatus
+from shared.contracts.node import WEIGHTS_ON_GPU, InstanceState, NodeOutline
 from shared.contracts.segment import ByteRange, GpuUnitsHandle
 from shared.contracts.stages import DevicePart, RankOf
 from shared.errors import NotFound, ShuttingDown, StaleToken, from_body
@@ -77,6 +77,10 @@ log = logging.getLogger(__name__)
 _INSPECTIONS_AT_ONCE = 8
 _UNITS_AT_ONCE = 64
 """Units whose descriptors are sent at once: each is open here meanwhile."""
+_MEMORY_READ_EVERY_S = 0.5
+"""Seconds between two readings of the host's memory, which take a millisecond each. A node reports
+at least every second.
+"""
 _IDLE_BEFORE_PREPARE_S = 10.0
 """Seconds without a load before memory is populated for the next ones."""
 
@@ -99,6 +103,7 @@ class Loader:
         self._loop = Loop(boot_id, records, workers, chunks, clock)
         self._node, self._boot_id, self._sources = node, boot_id, sources
         self._shares, self._pretouch = False, pretouch
+        self._memory_read_at = float("-inf")
         self._auditor = Auditor(self._loop)
         self._disk_copies = DiskCopies(sources, self._loop.runs)
         self._prefetching = Prefetching(self._load_ahead, self._disk_copies, self._end_hold, self._measure_prefetch, clock)
@@ -181,11 +186,14 @@ class Loader:
         if token >> 32 < self._loop.state.epoch:
             raise StaleToken(f"{what} is from leader epoch {token >> 32}; {self._loop.state.epoch} was seen")
 
-    async def on_node_status(self, status: NodeStatus) -> None:
+    async def on_node_status(self, status: NodeOutline) -> None:
         """Handle a status of this node's nodeagent."""
         self._shares = any(c.name == WEIGHTS_ON_GPU and c.available for c in status.capabilities)
         known = frozenset(i.instance_id for i in status.instances if i.state is not InstanceState.STOPPED)
         self._loop.dispatch(NodeReported(known))
+        if (now := self._loop.clock()) - self._memory_read_at < _MEMORY_READ_EVERY_S:
+            return
+        self._memory_read_at = now
         if (short := short_of_memory()) > 0:
             self._loop.dispatch(MemoryPressure(short))
 

@@ -107,7 +107,7 @@ class EffectRunner:
             case e.Reply():
                 self._reply(effect.reply, effect.error)
             case e.Publish():
-                self._publisher.notify_changed(urgent=effect.urgent)
+                self._publisher.notify_changed(urgent=effect.urgent, is_awaited=effect.is_awaited)
             case e.Signal():
                 self._signal(effect)
             case e.Fork():

@@ -305,6 +305,24 @@ class NodeStatus(Message):
     capabilities: tuple[Capability, ...] = ()
 
 
+class InstanceOutline(Frozen):
+    """The part of an `InstanceStatus` that loaders use."""
+
+    instance_id: str
+    state: InstanceState
+
+
+class NodeOutline(Message):
+    """The part of a `NodeStatus` that loaders use.
+
+    A receiver reads a status as this, so that it does not pay for phases and measurements.
+    """
+
+    node: str
+    instances: tuple[InstanceOutline, ...] = ()
+    capabilities: tuple[Capability, ...] = ()
+
+
 class NodeChanges(Message):
     """The instances of a node that have changed since its last message.
 

@@ -220,11 +220,17 @@ class InstanceProcess(ABC):
             await asyncio.get_running_loop().create_future()
         return await self._fail(error)
 
-    async def _accept_requests(self) -> None:
-        """Take requests from now on: an engine may call it while it still loads."""
+    async def _accept_requests(self, *, is_confirmed: bool = True) -> None:
+        """Take requests from now on: an engine may call it while it still loads.
+
+        Args:
+            is_confirmed: Wait until the server has the subscription. What this process reports
+                afterwards reaches the server after the subscription in any case.
+        """
         self._reconnects = self._mesh.nc.stats["reconnects"]
         self._requests = await self._mesh.nc.subscribe(subjects.infer(self._start.instance_id), cb=self._serving.on_message)
-        await self._mesh.flush(int(_FLUSH_WITHIN_S))
+        if is_confirmed:
+            await self._mesh.flush(int(_FLUSH_WITHIN_S))
 
     async def _become_ready(self) -> None:
         record_phases(

@@ -16,12 +16,17 @@ from shared.messaging import Mesh
 from shared.telemetry.timeline import Timeline
 
 INTERVAL_S = 1.0
+PROGRESS_S = 0.05
+"""Seconds that a change of progress alone may wait. A short start is not slowed down by reports of
+its steps.
+"""
 
 
 class StatusReporter:
     """Holds the published state of the engine.
 
-    `notify_changed` may be called often: simultaneous changes produce one report.
+    `notify_changed` may be called often: simultaneous changes produce one report. Used on the event
+    loop.
     """
 
     def __init__(self, mesh: Mesh, start: EngineStart, timeline: Timeline, load: Callable[[], EngineLoad]) -> None:
@@ -30,6 +35,7 @@ class StatusReporter:
         self._timeline = timeline
         self._load = load
         self._changed = asyncio.Event()
+        self._progress_due: asyncio.TimerHandle | None = None
         self.state: EngineState = "loading"
         self.phase: Phase | None = Phase.INIT
         self.progress = 0.0
@@ -52,7 +58,8 @@ class StatusReporter:
         """Raise the progress of the start. Progress never falls."""
         if self.state == "loading" and (progress > self.progress or phase is not self.phase):
             self.progress, self.phase = max(self.progress, min(progress, 1.0)), phase
-            self.notify_changed()
+            if self._progress_due is None:
+                self._progress_due = asyncio.get_running_loop().call_later(PROGRESS_S, self.notify_changed)
 
     def accept_requests(self) -> None:
         """Report that the engine takes requests while it loads."""
@@ -84,6 +91,9 @@ class StatusReporter:
     async def publish_forever(self) -> None:
         while True:
             self._changed.clear()
+            if self._progress_due is not None:
+                self._progress_due.cancel()
+                self._progress_due = None
             await self.publish()
             try:
                 async with asyncio.timeout(INTERVAL_S):

@@ -28,7 +28,7 @@ NOT_ON_NATS = {"EngineStart", "ExecutorStart", "EngineForked", "EngineExited", "
 }
 
 
-PARTS = {"LoaderProgress"}
+PARTS = {"LoaderProgress", "NodeOutline"}
 """Messages of other types that a receiver reads in part."""
 
 

@@ -1,4 +1,4 @@
-"""Check the bytes of reused units: all of them, or a sample in turn."""
+"""Check the bytes of reused units: all of them, or a sample of those not checked lately."""
 
 from __future__ import annotations
 
@@ -14,33 +14,41 @@ from weights.store.units import Unit, content_key
 
 SAMPLE_BYTES = 16 * 1024 * 1024
 """Reused units of about this many bytes are checked for each arena where not all of them are."""
+CHECKED_FOR_S = 60.0
+"""Seconds after a check in which a sample leaves the unit out: models that are swapped in and out
+would wait for the same hashes each time.
+"""
 
 
 class Checks:
-    """The turns in which units were checked. The device's lock guards it."""
+    """The times at which units were checked. The device's lock guards it."""
 
     def __init__(self, *, every: bool) -> None:
         """`every`: check all reused units of each arena."""
         self._every = every
-        self._checked: dict[str, int] = {}
+        self._checked_at: dict[str, float] = {}
 
-    def choose(self, arena: PagedArena, stored: Collection[str], limit: int) -> list[int]:
+    def choose(self, arena: PagedArena, stored: Collection[str], limit: int, now: float) -> list[int]:
         """Choose reused units to check: all, or those unchecked for the longest time.
 
         Args:
             stored: Keys of the units on the device.
-            limit: Number of turns to remember before those of other units are dropped.
+            limit: Number of units to remember before those that are gone are dropped.
+            now: Monotonic seconds.
         """
-        reused = [i for i in range(len(arena.units)) if i not in arena.missing]
+        chosen = [i for i in range(len(arena.units)) if i not in arena.missing]
         if not self._every:
-            reused.sort(key=lambda i: self._checked.get(arena.keys[i], 0))
-            sizes = itertools.accumulate((arena.units[i].nbytes for i in reused), initial=0)
-            reused = [i for i, before in zip(reused, sizes, strict=False) if before < SAMPLE_BYTES]
-        turn = max(self._checked.values(), default=0) + 1
-        self._checked.update(dict.fromkeys((arena.keys[i] for i in reused), turn))
-        if len(self._checked) > limit:
-            self._checked = {k: n for k, n in self._checked.items() if k in stored}
-        return reused
+            due = [i for i in chosen if self._last_checked(arena.keys[i]) <= now - CHECKED_FOR_S]
+            due.sort(key=lambda i: self._last_checked(arena.keys[i]))
+            sizes = itertools.accumulate((arena.units[i].nbytes for i in due), initial=0)
+            chosen = [i for i, before in zip(due, sizes, strict=False) if before < SAMPLE_BYTES]
+        self._checked_at.update(dict.fromkeys((arena.keys[i] for i in chosen), now))
+        if len(self._checked_at) > limit:
+            self._checked_at = {k: at for k, at in self._checked_at.items() if k in stored}
+        return chosen
+
+    def _last_checked(self, key: str) -> float:
+        return self._checked_at.get(key, float("-inf"))
 
 
 def key_on_device(memory: UnitMemory, stored: StoredUnit, unit: Unit, tensors: Sequence[SegmentTensor]) -> str:

@@ -88,6 +88,7 @@ class SeparateDevice:
         self._arenas: dict[str, PagedArena] = {}
         self._opening: set[str] = set()
         self._numbers = itertools.count(1)
+        self._clock = clock
         self._checks = Checks(every=verify)
         self._known = known or KnownUnits()
         self._closing = False
@@ -195,7 +196,7 @@ class SeparateDevice:
                     continue
                 self.lender.end_shortage(holder)
                 store = self._pages.store
-                suspects = self._checks.choose(arena, store.units, 4 * store.count)
+                suspects = self._checks.choose(arena, store.units, 4 * store.count, self._clock())
                 stored = {i: store.units[arena.keys[i]] for i in suspects}
             damaged = [i for i, s in stored.items() if key_on_device(self._memory, s, units[i], tensors[i]) != arena.keys[i]]
             with self.changed:

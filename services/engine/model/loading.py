@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -46,6 +46,8 @@ from shared.contracts.segment import ArenaHandle, CudaIpcHandle, GpuUnitsHandle,
 from shared.errors import EngineFailed, InsufficientMemory, from_body
 
 log = logging.getLogger(__name__)
+Until = Literal["index", "complete"]
+"""What an attach waits for: the tensors' locations, or all bytes."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,23 @@ def read_files(directory: Path, start: EngineStart, cache: ModelCache) -> ModelF
     )
 
 
-def bind_model(directory: Path, attached: WeightsAttached, start: EngineStart, cache: ModelCache) -> BoundModel:
-    """Build the model and bind it while its bytes are still loading."""
+def open_segment(attached: WeightsAttached) -> Segment:
+    """Map the segment of attached weights. Raises as `Segment`."""
+    return Segment(attached.segment, attached.extents, attached.weights_id)
+
+
+def bind_model(
+    directory: Path, attached: WeightsAttached, start: EngineStart, cache: ModelCache, segment: Segment | None = None
+) -> BoundModel:
+    """Build the model and bind it while its bytes are still loading.
+
+    Args:
+        segment: The segment of `attached`; None: it is mapped here.
+    """
     attention.register()
     config = cache.config(directory, start.card)
     kind = checkpoint.model_class(config, start.card, directory)
-    segment = Segment(attached.segment, attached.extents, attached.weights_id)
+    segment = segment or open_segment(attached)
     is_packed = start.card.info.task == "generate" and checkpoint.is_packable(config, kind)
     dtype = checkpoint.torch_dtype(start.card)
     if start.stage is not None:
@@ -150,31 +163,42 @@ def open_device_memory(bound: BoundModel, handle: ArenaHandle | None) -> None:
         bound.handle = handle
 
 
+@dataclass(frozen=True)
+class MappedPages:
+    """Weights that are mapped in the device's pages, and the loader's latest answer about them."""
+
+    attached: WeightsAttached
+    memory: torch.Tensor
+
+    def give_to(self, bound: BoundModel) -> None:
+        """Have `bound` use this mapping."""
+        bound.memory, bound.handle = self.memory, self.attached.handle
+
+
 async def map_pages(
-    bound: BoundModel,
     attached: WeightsAttached,
     start: EngineStart,
     weights: LoaderClient,
-    compute: Callable[[Callable[[], None]], Awaitable[None]],
-) -> WeightsAttached:
+    run: Callable[[Callable[[], torch.Tensor]], Awaitable[torch.Tensor]],
+) -> MappedPages:
     """Map the weights in the device's pages, and make sure that they are still this instance's.
 
     The loader gives pages to others only when no process maps them: after the second answer it
     sees this process's mapping.
 
     Args:
-        compute: Runs a function on the computing thread.
+        run: Runs a function on a thread.
 
     Raises the loader's error if the weights are not on the device.
     """
     while True:
         check_device(attached)
-        if attached.handle is None:
+        if not isinstance(attached.handle, PagesHandle):
             raise EngineFailed(f"The loader has no memory for {start.device}: set THAW_DEVICES for both services alike")
-        await compute(partial(open_device_memory, bound, attached.handle))
+        memory = await run(partial(device_segment.open_pages, attached.handle))
         confirmed = await weights.attach(start.card, weights.holder, "complete")
         if confirmed.handle == attached.handle:
-            return confirmed
+            return MappedPages(confirmed, memory)
         log.warning("the loader was restarted and has copied the weights again; mapping again")
         attached = confirmed
 

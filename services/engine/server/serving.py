@@ -73,7 +73,10 @@ _QUOTES_BYTES = 3
 
 
 class Serving(RequestServer[Stream]):
-    """Requests of one engine. Until `open` is called they are rejected as not ready."""
+    """Requests of one engine.
+
+    Until `open` is called they are rejected as not ready, or kept, if `keep_requests` was called.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -92,13 +95,47 @@ class Serving(RequestServer[Stream]):
         self._cancelled_s: dict[str, float] = {}
         """Device seconds of cancelled requests that were sent to their gateways."""
         self._standings: Standings | None = None
+        self._kept: list[tuple[InferRequest, Stream, int]] | None = None
+        """Requests for the engine that is about to open, with their sizes in bytes."""
+
+    def keep_requests(self) -> None:
+        """Keep the requests that arrive before `open`, instead of rejecting them."""
+        if self.reader is None:
+            self._kept = []
 
     def open(
-        self, reader: RequestReader, batcher: Batcher, block_bytes: int, adapters: AdapterCache[LoraAdapter] | None = None
+        self,
+        reader: RequestReader,
+        batcher: Batcher,
+        block_bytes: int,
+        adapters: AdapterCache[LoraAdapter] | None = None,
+        phases: Sequence[PhaseSpan] = (),
     ) -> None:
-        """Accept requests. `adapters` is None if the model takes no LoRA adapters."""
+        """Accept requests, those that were kept first.
+
+        Args:
+            reader: Reads requests for the model.
+            batcher: Computes them.
+            block_bytes: Bytes of one block of the KV cache.
+            adapters: None if the model takes no LoRA adapters.
+            phases: Phases of the start, for which the kept requests have waited.
+        """
         self.reader, self.batcher, self._block_bytes, self.adapters = reader, batcher, block_bytes, adapters
-        self._idle_since = time.monotonic()
+        if not self.streams:
+            self._idle_since = time.monotonic()
+        kept, self._kept = self._kept or [], None
+        for request, stream, size in kept:
+            if self.streams.get(stream.request_id) is stream:
+                self._begin_kept(request, stream, size, phases)
+
+    def _begin_kept(self, request: InferRequest, stream: Stream, size: int, phases: Sequence[PhaseSpan]) -> None:
+        stream.timeline.absorb(phases)
+        stream.received = time.monotonic()  # until now it has waited for the start, and not for its turn
+        try:
+            self._check_adapter(request)
+            self._begin(request, stream, size)
+        except ThawError as e:
+            self._fail(stream, e)
 
     def keep_meters(self, page: ChargePage) -> None:
         """Write the seconds of the engine's own requests to a page."""
@@ -181,23 +218,37 @@ class Serving(RequestServer[Stream]):
     def _accept(self, request: InferRequest, stream: Stream, size: int) -> None:
         if self.draining:
             raise InstanceDraining
-        if self.reader is None or self.batcher is None:
+        is_open = self.reader is not None and self.batcher is not None
+        if not is_open and self._kept is None:
             raise InstanceDraining("The instance is not ready yet")
+        if is_open:
+            self._check_adapter(request)
+        self._register(stream)
+        stream.deadline = asyncio.get_running_loop().call_later(request.deadline_ms / 1000, self._expire, stream)
+        if self._kept is not None:
+            self._kept.append((request, stream, size))
+        else:
+            self._begin(request, stream, size)
+
+    def _check_adapter(self, request: InferRequest) -> None:
+        """Raise `InvalidRequest` if the request needs a LoRA adapter, and cannot have one."""
         if request.adapter is not None and (self.adapters is None or request.endpoint == "embedding"):
             raise InvalidRequest(
                 f"{request.adapter.name} is a LoRA adapter for generation; this request cannot use it", param="model"
             )
+
+    def _begin(self, request: InferRequest, stream: Stream, size: int) -> None:
+        """Read a registered request, and submit it."""
+        assert self.reader is not None
+        assert self.batcher is not None
         if request.standing is not None and self._standings is not None:
             self.batcher.required_requests = self._standings.record(request.standing)
-        self._register(stream)
-        loop = asyncio.get_running_loop()
-        stream.deadline = loop.call_later(request.deadline_ms / 1000, self._expire, stream)
         if is_constrained(request.body) or may_be_enforced(request.body.get("tools"), request.body.get("tool_choice")):
             reading = self._compile(self.reader, stream, request)
             stream.reading = asyncio.create_task(reading, name=f"grammar of {request.request_id}")
             return
         if size > _INLINE_BYTES:  # not awaited: the subscription runs its callbacks one at a time
-            job = loop.run_in_executor(self._threads, self._read, self.reader, request)
+            job = asyncio.get_running_loop().run_in_executor(self._threads, self._read, self.reader, request)
             job.add_done_callback(lambda done: self._read_done(stream, done))
             return
         try:
@@ -305,13 +356,14 @@ class Serving(RequestServer[Stream]):
     def _send_started(self, stream: Stream, request: GenerationRequest | EmbedRequest, at: float) -> None:
         stream.admitted = at
         stream.timeline.add(Phase.QUEUE, stream.received, at)
+        is_generation = isinstance(request, GenerationRequest)
         ids = request.prompt_token_ids if isinstance(request, GenerationRequest) else None
         self._send(
             stream,
             InferStarted(
                 seq=stream.seq,
                 prompt_tokens=request.prompt_tokens,
-                phases=stream.timeline.spans(),
+                phases=tuple(s for s in stream.timeline.spans() if not is_generation or s.phase not in _WITH_FIRST_TOKEN),
                 ignored=request.ignored,
                 prompt_token_ids=ids,
                 fixed=not_resumable_reason(request),

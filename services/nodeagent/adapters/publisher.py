@@ -36,8 +36,8 @@ _WHOLE_UP_TO = 16
 class Publisher:
     """Builds and publishes the status.
 
-    Changes within 5 ms make one message. Changes of load and progress alone wait up to 100 ms,
-    because gateways count their own requests.
+    Changes within 5 ms make one message, except those that requests wait for. Changes of load and
+    progress alone wait up to 100 ms, because gateways count their own requests.
     """
 
     def __init__(
@@ -70,12 +70,21 @@ class Publisher:
         self._published: Mapping[str, Instance] = {}
         self._wanted = False
         self._urgent = asyncio.Event()
+        self._awaited = asyncio.Event()
         self._changed = asyncio.Event()
 
-    def notify_changed(self, *, urgent: bool) -> None:
+    def notify_changed(self, *, urgent: bool, is_awaited: bool = False) -> None:
+        """Publish soon.
+
+        Args:
+            urgent: More than load and progress has changed.
+            is_awaited: Requests wait for the change.
+        """
         self._changed.set()
         if urgent:
             self._urgent.set()
+        if is_awaited:
+            self._awaited.set()
 
     def want_whole(self) -> None:
         """Publish the whole status now."""
@@ -93,7 +102,7 @@ class Publisher:
             if self._changed.is_set() and not self._urgent.is_set():
                 await _wait_within(self._urgent, _COALESCE_LOADS_S)
             if self._urgent.is_set():
-                await asyncio.sleep(_COALESCE_S)
+                await _wait_within(self._awaited, _COALESCE_S)
 
     async def publish(self) -> None:
         """Publish the whole status."""
@@ -110,9 +119,12 @@ class Publisher:
             log.warning("failed to publish the node's status", extra={"error": repr(e)})
 
     def _begin(self) -> None:
-        self._changed.clear()
-        self._urgent.clear()
+        self._clear()
         self._seq += 1
+
+    def _clear(self) -> None:
+        for event in (self._changed, self._urgent, self._awaited):
+            event.clear()
 
     async def _publish_changes(self) -> None:
         """Publish the instances that have changed since the last message.
@@ -121,8 +133,7 @@ class Publisher:
         """
         instances = self._state().instances
         changed = [i for key, i in instances.items() if self._published.get(key) is not i]
-        self._changed.clear()
-        self._urgent.clear()
+        self._clear()
         if not changed:
             return
         self._begin()

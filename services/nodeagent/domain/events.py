@@ -432,10 +432,12 @@ class Reply:
 class Publish:
     """Publish the status.
 
-    Not `urgent`: only load or progress changed, which may wait a little.
+    Not `urgent`: only load or progress changed, which may wait a little. `is_awaited`: requests
+    wait for it, so that it does not wait for other changes.
     """
 
     urgent: bool = True
+    is_awaited: bool = False
 
 
 Effect = (

@@ -171,13 +171,15 @@ def on_report(transition: Transition, report: EngineReport) -> None:
     match report.state:  # 4
         case "loading" if instance.state is InstanceState.PREPARING:
             transition.change(instance, state=InstanceState.LOADING)
-        case "loading" if instance.accepts_requests and not was.accepts_requests:  # gateways are waiting
-            transition.change(instance)
+            if instance.accepts_requests:
+                transition.emit(Publish(is_awaited=True))
+        case "loading" if instance.accepts_requests and not was.accepts_requests:
+            transition.emit(Publish(is_awaited=True))
         case "ready" if instance.state.starting and instance.state is not InstanceState.RESUMING:
             begun = instance.suspend_state.begun_at or transition.now
             lap = instance.suspend_state.model_copy(update={"started": TimedStep(at=transition.now, took_s=transition.now - begun)})
             transition.change(instance, state=InstanceState.READY, progress=1.0, phase=None, suspend_state=lap)
-            transition.emit(Measure(instance.instance_id), Assess(instance.instance_id))
+            transition.emit(Publish(is_awaited=True), Measure(instance.instance_id), Assess(instance.instance_id))
             binding.on_ready(transition, instance, transition.now - begun)
         case "failed" if instance.state is not InstanceState.FAILED:
             if report.error is not None and report.error.code == MemoryExceeded.code:

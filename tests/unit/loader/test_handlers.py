@@ -17,7 +17,7 @@ from services.loader.domain.events import Event
 from services.loader.handlers import Loader
 from shared.contracts.loader import AttachWeights, Inspected, InspectModel, LoaderStatus, WeightsAttached
 from shared.contracts.models import ModelCard, ModelSpec
-from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
+from shared.contracts.node import InstanceState, InstanceStatus, NodeOutline, NodeStatus
 from shared.contracts.segment import segment_prefix
 from shared.errors import ShuttingDown
 from tests.unit.loader.checkpoints import write_checkpoint
@@ -77,7 +77,8 @@ class Bench:
             )
             for i, s in instances.items()
         )
-        await self.loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), instances=listed))
+        status = NodeStatus(node="n", boot_id="b", seq=1, devices=(), instances=listed)
+        await self.loader.on_node_status(NodeOutline.model_validate_json(status.model_dump_json()))
 
     def status(self, loader: Loader | None = None) -> LoaderStatus:
         return (loader or self.loader).status(Shared((), 0, 0, None, None))
@@ -151,7 +152,7 @@ async def test_chunks_are_prepared_when_idle_and_freed_under_memory_pressure(ben
             while bench.status(loader).dram_bytes != 3 * CHUNK_BYTES or bench.pool.count_allocated() != 3 * CHUNK_BYTES:
                 await loader.changed.wait()
         monkeypatch.setattr("services.loader.handlers.short_of_memory", lambda: CHUNK_BYTES)
-        await loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), instances=()))
+        await loader.on_node_status(NodeOutline(node="n"))
         async with asyncio.timeout(60):
             while bench.pool.count_allocated() != 2 * CHUNK_BYTES:
                 loader.changed.clear()

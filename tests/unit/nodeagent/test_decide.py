@@ -147,7 +147,7 @@ def test_a_loading_engine_that_takes_requests_drains_once_it_has_some() -> None:
     world = World()
     loading(world)
     effects = world.hear(e.EngineReported(report(state="loading").model_copy(update={"accepts_requests": True})))
-    assert e.Publish(urgent=True) in effects
+    assert e.Publish(is_awaited=True) in effects
     busy = report(state="loading").model_copy(update={"accepts_requests": True, "load": EngineLoad(waiting=1)})
     world.hear(e.EngineReported(busy))
     effects = world.hear(e.StopCommand(stop(), 2))

@@ -56,10 +56,10 @@ class Node:
         sent, timelines = cast(Mesh, self.sent), Timelines("agent")
         self.publisher = Publisher(sent, "n", {}, {}, lambda: self.state, meter, timelines, lambda: (), lambda: SWAP)
 
-    def change(self, name: str) -> None:
+    def change(self, name: str, *, is_awaited: bool = False) -> None:
         changed = self.state.instances[name].model_copy(update={"state": InstanceState.READY})
         self.state = replace(self.state, instances={**self.state.instances, name: changed})
-        self.publisher.notify_changed(urgent=True)
+        self.publisher.notify_changed(urgent=True, is_awaited=is_awaited)
 
 
 @asynccontextmanager
@@ -116,3 +116,13 @@ async def test_a_whole_status_follows_within_its_interval(monkeypatch: pytest.Mo
     async with running(MANY) as node:
         subject, status = await node.sent.until(2)
         assert (subject, len(status.instances)) == ("status", MANY)
+
+
+@pytest.mark.usefixtures("seldom")
+async def test_a_change_that_requests_wait_for_does_not_wait_for_other_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_COALESCE_S", 1e4)
+    async with running(3) as node:
+        node.change("i0")
+        node.change("i1", is_awaited=True)
+        _, status = await node.sent.until(2)
+        assert [i.state for i in status.instances][:2] == [InstanceState.READY] * 2

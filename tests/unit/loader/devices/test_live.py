@@ -22,7 +22,7 @@ from services.loader.adapters.runs import Runs
 from services.loader.domain.events import Event
 from shared.contracts.loader import AttachWeights, PrepareWeights, ReleaseWeights, WeightsAttached, WeightsReleased
 from shared.contracts.models import ModelCard
-from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
+from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeOutline
 from shared.contracts.segment import CudaIpcHandle
 from shared.errors import DeviceFailed, InsufficientMemory, NotFound
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
@@ -54,7 +54,7 @@ class GpuBench(Bench):
 
     async def engines_may_map(self, *, yes: bool = True) -> None:
         capabilities = (Capability(name=WEIGHTS_ON_GPU, available=yes),)
-        await self.loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), capabilities=capabilities))
+        await self.loader.on_node_status(NodeOutline(node="n", capabilities=capabilities))
 
     async def on(self, device: str, instance: str, card: ModelCard) -> WeightsAttached:
         asked = AttachWeights(instance_id=instance, card=card, until="complete", device=device)

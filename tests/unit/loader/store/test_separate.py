@@ -333,6 +333,28 @@ def test_the_sample_takes_the_units_in_turn(device: SeparateDevice, monkeypatch:
     assert sum(copied) == TENSOR, "one of three loads checked it"
 
 
+def test_the_sample_leaves_out_what_was_checked_lately() -> None:
+    now = [0.0]
+    device, model = (
+        SeparateDevice("cpu:1", COUNT * PAGE_BYTES, file_name(PREFIX, "cpu:1", "x"), clock=lambda: now[0]),
+        Model("m", 1),
+    )
+    load(device, model).release()
+    load(device, model).release()  # checked
+    arena = load(device, model)
+    corrupt(arena)
+    arena.release()
+    now[0] += checking.CHECKED_FOR_S / 2
+    again = load(device, model)
+    assert again.copied_bytes == 0, "it was checked a moment ago"
+    again.release()
+    now[0] += checking.CHECKED_FOR_S / 2
+    last = load(device, model)
+    assert last.copied_bytes == TENSOR
+    check(last, model)
+    close(device)
+
+
 @pytest.mark.parametrize("make", [made, made_on_gpu])
 def test_verify_checks_all_reused_units(monkeypatch: pytest.MonkeyPatch, make: Callable[..., SeparateDevice]) -> None:
     monkeypatch.setattr(checking, "SAMPLE_BYTES", 1)

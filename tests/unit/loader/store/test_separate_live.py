@@ -20,7 +20,7 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.loader import AttachWeights, DeviceMemory, ReleaseWeights, WeightsAttached, WeightsReleased
 from shared.contracts.loader_socket import SocketMap
 from shared.contracts.models import ModelCard
-from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
+from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeOutline
 from shared.contracts.segment import GpuUnitsHandle, PagesHandle
 from shared.mapping import map_extents
 from tests.unit.loader.checkpoints import write_checkpoint
@@ -114,7 +114,7 @@ class GpuSeparateBench(SeparateBench):
 
     async def start(self) -> None:
         capabilities = (Capability(name=WEIGHTS_ON_GPU, available=True),)
-        await self.loader.on_node_status(NodeStatus(node="n", boot_id="b", seq=1, devices=(), capabilities=capabilities))
+        await self.loader.on_node_status(NodeOutline(node="n", capabilities=capabilities))
 
     def memory(self) -> DeviceMemory:
         self.check_pins()

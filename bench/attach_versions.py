@@ -1,0 +1,125 @@
+"""Attaches of two versions of the services by turns, for machines that do other work as well.
+
+    python -m bench.attach_versions --before DIRECTORY [--size 5m] [--rounds 60] [--threads 1]
+        [--json PATH]
+
+DIRECTORY is a checkout of the version to compare with. Both versions have a node of their own, as
+in `bench.attach`, and the client's side of this checkout. Each round starts one instance on each
+node, in alternating order, and stops it.
+
+CPU time is that of the loader, the nodeagent and the executor from the command to the first token;
+the kernel counts it in steps of 10 ms, so that only its mean over the rounds says something. The
+other figures are medians, and ratios of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from bench.attach import Node, node_of
+from bench.report import median, write
+from shared.contracts.models import ModelCard
+from shared.contracts.node import InstanceState
+from thaw.demo.models import SIZES, make_demo_model
+
+VERSIONS = ("before", "after")
+
+
+@dataclass
+class Version:
+    """A node of one version, and its measurements in milliseconds."""
+
+    node: Node
+    card: ModelCard
+    processes: tuple[psutil.Process, ...]
+    ttft_ms: list[float] = field(default_factory=list)
+    compute_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+
+    def figures(self, name: str) -> dict[str, float]:
+        beyond = median([t - c for t, c in zip(self.ttft_ms, self.compute_ms, strict=True)])
+        return {
+            f"{name}_ttft_ms": median(self.ttft_ms),
+            f"{name}_compute_ms": median(self.compute_ms),
+            f"{name}_beyond_compute_ms": beyond,
+            f"{name}_cpu_ms": statistics.mean(self.cpu_ms),
+        }
+
+    async def measure(self) -> None:
+        """Attach an instance, have it answer twice, and stop it."""
+        cpu, began = self._cpu_s(), time.perf_counter()
+        instance_id = (await self.node.start(self.card)).instance_id
+        first, _ = await self.node.ask(instance_id)
+        cpu = self._cpu_s() - cpu
+        await self.node.reaches(instance_id, InstanceState.READY)
+        again = time.perf_counter()
+        second, _ = await self.node.ask(instance_id)
+        await self.node.stop(instance_id)
+        self.ttft_ms.append((first - began) * 1e3)
+        self.compute_ms.append((second - again) * 1e3)
+        self.cpu_ms.append(cpu * 1e3)
+
+    def _cpu_s(self) -> float:
+        return sum(sum(p.cpu_times()[:2]) for p in self.processes)
+
+
+async def start_version(stack: contextlib.AsyncExitStack, checkout: Path, options: argparse.Namespace) -> Version:
+    """Start a node with the services of a checkout, and an executor with another model."""
+    home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thaw-av-")))
+    models = [make_demo_model(home / "models" / f"m{seed}", options.size, seed) for seed in range(2)]
+    os.environ["PYTHONPATH"] = str(checkout)
+    stack.enter_context(contextlib.chdir(checkout))
+    node = await stack.enter_async_context(node_of(home, options.threads))
+    neighbour = await node.start(await node.card(models[1], "shared"))
+    await node.ask(neighbour.instance_id)
+    processes = tuple(psutil.Process(pid) for pid in (*node.pids, *neighbour.pids))
+    if any(Path(p.cwd()) != checkout for p in processes):
+        raise SystemExit(f"the services do not run in {checkout}")
+    return Version(node, await node.card(models[0], "shared"), processes)
+
+
+async def run(options: argparse.Namespace) -> dict[str, float]:
+    async with contextlib.AsyncExitStack() as stack:
+        checkouts = (options.before.resolve(), Path.cwd())
+        versions = [await start_version(stack, checkout, options) for checkout in checkouts]
+        for version in versions:
+            await version.measure()  # brings the weights to the device
+            for values in (version.ttft_ms, version.compute_ms, version.cpu_ms):
+                values.clear()
+        for number in range(options.rounds):
+            for version in versions if number % 2 else versions[::-1]:
+                await version.measure()
+        figures = {k: v for name, version in zip(VERSIONS, versions, strict=True) for k, v in version.figures(name).items()}
+    ratios = {
+        f"after_to_before_{of}": figures[f"after_{of}_ms"] / figures[f"before_{of}_ms"] for of in ("ttft", "beyond_compute", "cpu")
+    }
+    return figures | ratios
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, required=True, help="a checkout of the version to compare with")
+    parser.add_argument("--size", default="5m", choices=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    figures = asyncio.run(run(options))
+    for name, value in figures.items():
+        print(f"{name:32} {value:10.2f}")
+    write(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -62,7 +62,7 @@ class DevicePages:
     ) -> None:
         """Start with free pages, except those that `earlier` files still have."""
         self._device_id, self._memory, self._clock = device_id, memory, clock
-        self.store = Store.empty(count)
+        self.store = Store.empty(count, has_runs=memory.has_runs)
         self.tier_of: Callable[[str], Tier] = lambda _: "ssd"
         self.likelihood: Likelihood = equally_likely
         self.earlier = list(earlier)

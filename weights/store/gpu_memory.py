@@ -46,6 +46,8 @@ class _Unit:
 class GpuMemory:
     """`UnitMemory` on a GPU. Methods may be called from several threads, for different units."""
 
+    has_runs = False
+
     def __init__(self, driver: CudaDriver, virtual_memory: VirtualMemory, index: int, pins: Pins) -> None:
         """Use the device `index`. `pins`: page-locked host memory.
 

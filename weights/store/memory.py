@@ -22,7 +22,12 @@ log = logging.getLogger(__name__)
 class UnitMemory(Protocol):
     """Memory of units in numbered pages. Methods may be called from several threads, for different
     pages.
+
+    Attributes:
+        has_runs: Engines map neighbouring pages together.
     """
+
+    has_runs: bool
 
     def bind(self, node: int) -> bool:
         """Take the memory from this NUMA node. Returns True if it is there."""
@@ -72,6 +77,8 @@ class PageMemory:
 
     Methods may be called from several threads, for different pages.
     """
+
+    has_runs = True
 
     def __init__(self, name: str | None, count: int, *, keep: bool = False, on_populated: Hook | None = None) -> None:
         """Create a file of `count` pages.

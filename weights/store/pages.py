@@ -69,16 +69,18 @@ class Store:
         units: By key.
         lent: Pages by borrower.
         free: Free pages, in any order.
+        has_runs: Engines map neighbouring pages together. False: each unit has memory of its own.
     """
 
     count: int
     units: Mapping[str, StoredUnit] = field(default_factory=dict)
     lent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     free: tuple[int, ...] = ()
+    has_runs: bool = True
 
     @classmethod
-    def empty(cls, count: int) -> Store:
-        return cls(count, free=tuple(range(count - 1, -1, -1)))
+    def empty(cls, count: int, *, has_runs: bool = True) -> Store:
+        return cls(count, free=tuple(range(count - 1, -1, -1)), has_runs=has_runs)
 
     @property
     def mapped_pages(self) -> int:
@@ -159,6 +161,8 @@ def spared_pages(store: Store) -> int:
 
     A KV cache returns single pages. Units that filled these holes would end in hundreds of runs.
     """
+    if not store.has_runs:
+        return 0
     short = sum(len(run) for run in _runs(store.free) if len(run) < SHORT_RUN_PAGES)
     return min(short, store.count // SPARED_PART)
 

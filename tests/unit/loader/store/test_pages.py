@@ -85,6 +85,9 @@ def test_units_spare_the_holes_of_a_kv_cache_while_others_can_be_reclaimed() -> 
     mapped = reserve(store, "b", "m", [new], 3.0, recency, keep=lambda _: True)
     assert mapped is not None
     assert sorted(mapped.store.units["new"].pages) == sorted(holes), "nor if no unit can be reclaimed"
+    on_gpu = reserve(replace(store, has_runs=False), "b", "m", [new], 3.0, recency)
+    assert on_gpu is not None
+    assert on_gpu.reclaimed == (), "each unit has memory of its own there"
 
 
 def test_second_load_copies_only_missing_units() -> None:

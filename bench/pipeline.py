@@ -15,7 +15,7 @@ start          one request to a cold model, by its stages: the time to its first
 consolidation  a model with an objective that one node misses: the scheduler takes two nodes, and
                makes one instance of them while a client reads. The gap is the longest time between
                two of its tokens from the start of the migration to its end. Reported beside the
-               time per token before and after, and that of one engine on the node beside; the JSON
+               time per token before and after, and that of one engine with as long a context; the JSON
                also has the tokens whose keys and values the stages sent, and those recomputed.
 migration      a stream moves between two groups of two stages, there and back. Reported: the
                pause at the gateway, the duration, and the tokens whose keys and values were sent
@@ -144,8 +144,8 @@ def start(mesh: Groups, url: str, directory: Path, stages: list[int], rounds: in
         figures["then_start.ttft_ms"].append(fetched_ms + figures["local.ttft_ms"][-1])
 
 
-def _ask(mesh: Groups, model: str, key: str, figures: Values) -> None:
-    stream = Timed(mesh.url, completion(model, PROMPT, TOKENS)).start()
+def _ask(mesh: Groups, model: str, key: str, figures: Values, prompt: int = PROMPT) -> None:
+    stream = Timed(mesh.url, completion(model, prompt, TOKENS)).start()
     stream.result()
     if stream.error:
         raise RuntimeError(stream.error)
@@ -242,7 +242,9 @@ def consolidation(mesh: Groups, rounds: int, figures: Values, prompt: int) -> No
             figures["consolidation.recomputed_tokens"].append(sum(r.tokens for r in record.rounds))
         mesh.json("sleep", "far")
         mesh.await_settled()
-    _ask(mesh, "local", "local_now", figures)
+        if record.state == "done":
+            # One engine, with a context as long as the group's stream had after its consolidation.
+            _ask(mesh, "local", "local_now", figures, prompt + int(figures["consolidation.tokens"][-1]) + AFTER // 2)
 
 
 def _note(stream: Timed, began: float, moved_at: int, gateway_ms: float, figures: Values) -> None:
@@ -322,7 +324,8 @@ def goals(figures: Values) -> list[str]:
         limit = GOAL_GAP_MS + 2 * median(figures["consolidation.before_ms"])
         lines.append(f"longest gap of consolidation: {spread(gaps)} ms (goal: at most {limit:.0f} ms)")
         after = median(figures["consolidation.after_ms"]) / median(figures["consolidation.before_ms"])
-        lines.append(f"time per token after consolidation by before: {after:.2f}")
+        alone = median(figures["consolidation.after_ms"]) / median(figures["local_now.tpot_ms"])
+        lines.append(f"time per token after consolidation by before: {after:.2f}, and by one engine at that context: {alone:.2f}")
     if pauses := figures.get("migration.pause_ms"):
         lines.append(
             f"move between two groups: pause {spread(pauses)} ms, duration {spread(figures['migration.duration_ms'])} ms, "

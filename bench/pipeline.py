@@ -15,8 +15,8 @@ start          one request to a cold model, by its stages: the time to its first
 consolidation  a model with an objective that one node misses: the scheduler takes two nodes, and
                makes one instance of them while a client reads. The gap is the longest time between
                two of its tokens from the start of the migration to its end. Reported beside the
-               time per token before and after, and that of one engine with as long a context; the JSON
-               also has the tokens whose keys and values the stages sent, and those recomputed.
+               time per token before and after, and that of one engine with as long a context; the
+               JSON also has the tokens whose keys and values the stages sent, and those recomputed.
 migration      a stream moves between two groups of two stages, there and back. Reported: the
                pause at the gateway, the duration, and the tokens whose keys and values were sent
                or that were recomputed. `--kv never` gives the same moves, with all recomputed.

@@ -178,8 +178,10 @@ def _server_for(module: str, arguments: list[str], environment: Mapping[str, str
                 *_STUBS,
                 *(ENGINES if has_torch else ()),
             )
-            # OpenBLAS starts threads when NumPy is imported; a process with threads cannot fork.
-            read = os.environ | {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
+            # OpenBLAS starts threads when NumPy is imported; a process with threads cannot fork. With the
+            # variables of a mesh whose command line runs in this process, it would count as one of that mesh.
+            read = {k: v for k, v in os.environ.items() if not k.startswith("THAW_")}
+            read |= {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
             server = ForkServer(modules, read, ROOT, program=SERVER)
             _servers[has_torch] = server
             assert server.await_ready(_READY_WITHIN_S), "the tests' fork server ended, or imports for two minutes"

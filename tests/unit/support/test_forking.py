@@ -53,3 +53,22 @@ def test_forked_process_leaves_out_finalizers_of_imports_and_keeps_its_own(monke
     fork_server._keep_libraries()
     second = weakref.finalize(own, print)
     assert (first.atexit, second.atexit) == (False, True)
+
+
+def test_server_has_no_variables_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verb that runs in this process may start it: it must not end with that verb's mesh."""
+    found: list[dict[str, str]] = []
+
+    class Server(Starting):
+        def __init__(self, _: Any, environment: dict[str, str], *__: Any, **___: Any) -> None:
+            found.append(environment)
+
+    monkeypatch.setattr(forking, "_servers", {})
+    monkeypatch.setattr(forking, "_is_service", False)
+    monkeypatch.setattr(forking, "supports_cloning", lambda: True)
+    monkeypatch.setattr(forking, "ForkServer", Server)
+    monkeypatch.setenv("THAW_HOME", "/home/of/a/mesh")
+    forking._server_for("services.loader", [], {})
+    (environment,) = found
+    assert "PATH" in environment
+    assert not any(name.startswith("THAW_") for name in environment)

@@ -324,8 +324,10 @@ def goals(figures: Values) -> list[str]:
         limit = GOAL_GAP_MS + 2 * median(figures["consolidation.before_ms"])
         lines.append(f"longest gap of consolidation: {spread(gaps)} ms (goal: at most {limit:.0f} ms)")
         after = median(figures["consolidation.after_ms"]) / median(figures["consolidation.before_ms"])
-        alone = median(figures["consolidation.after_ms"]) / median(figures["local_now.tpot_ms"])
-        lines.append(f"time per token after consolidation by before: {after:.2f}, and by one engine at that context: {alone:.2f}")
+        line = f"time per token after consolidation by before: {after:.2f}"
+        if alone := figures.get("local_now.tpot_ms"):
+            line += f", and by one engine at that context: {median(figures['consolidation.after_ms']) / median(alone):.2f}"
+        lines.append(line)
     if pauses := figures.get("migration.pause_ms"):
         lines.append(
             f"move between two groups: pause {spread(pauses)} ms, duration {spread(figures['migration.duration_ms'])} ms, "

@@ -178,8 +178,9 @@ def _server_for(module: str, arguments: list[str], environment: Mapping[str, str
                 *_STUBS,
                 *(ENGINES if has_torch else ()),
             )
-            # OpenBLAS starts threads when NumPy is imported; a process with threads cannot fork. With the
-            # variables of a mesh whose command line runs in this process, it would count as one of that mesh.
+            # OpenBLAS starts threads when NumPy is imported; a process with threads cannot fork.
+            # With the variables of a mesh whose command line runs in this process, it would count
+            # as one of that mesh.
             read = {k: v for k, v in os.environ.items() if not k.startswith("THAW_")}
             read |= {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
             server = ForkServer(modules, read, ROOT, program=SERVER)

@@ -79,8 +79,8 @@ def rebind(
         model: The model.
         offset_of: Offset of a tensor in the segment, or None.
         base: The segment's bytes.
-        is_loaded: All bytes are there: what is not aligned is copied from them. Otherwise it is
-            copied from where it is.
+        is_loaded: `base` has all bytes, so that unaligned tensors can be copied from it. Otherwise
+            they are copied from the device.
 
     Returns:
         The number of bytes copied.

@@ -36,6 +36,7 @@ from shared.errors import ThawError, Unavailable
 from shared.messaging import Mesh, consumers
 from shared.messaging.full_stores import full_as
 from shared.messaging.streams import ensure_keyed_stream, idempotency_bucket
+from shared.tasks import end
 
 log = logging.getLogger(__name__)
 _FULL = (
@@ -164,7 +165,16 @@ class Claim:
             raise ClaimLost
         return found.revision
 
-    async def renew_forever(self) -> None:
+    @asynccontextmanager
+    async def renewed(self) -> AsyncIterator[None]:
+        """Renew the claim inside the block, until it is lost."""
+        renewing = asyncio.create_task(self._renew(), name="idempotency lease")
+        try:
+            yield
+        finally:
+            await end(renewing)
+
+    async def _renew(self) -> None:
         """Renew the claim until it is cancelled or lost."""
         while not self.lost.is_set():
             await asyncio.sleep(RENEW_S)

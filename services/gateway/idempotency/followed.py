@@ -6,14 +6,12 @@ import asyncio
 import logging
 from functools import partial
 
-from nats.errors import Error as NatsError
-
-from services.gateway.adapters.idempotency_store import Claim, ClaimLost, IdempotencyStore
+from services.gateway.adapters.idempotency_store import Claim, ClaimLost, IdempotencyStore, store_errors_as_unavailable
 from services.gateway.adapters.usage_meter import UsageMeter
 from services.gateway.domain.followed_usage import FollowedUsage
 from services.gateway.idempotency.abandoned import claim_if_abandoned
 from services.gateway.idempotency.store_retry import retry_store
-from shared.tasks import end
+from shared.errors import ThawError
 
 log = logging.getLogger(__name__)
 _CONCURRENT = 16
@@ -29,10 +27,11 @@ async def record_followed(store: IdempotencyStore, meter: UsageMeter) -> None:
     async def resolve(usage: FollowedUsage) -> None:
         async with slots:
             try:
-                await retry_store(partial(_resolve, store, meter, usage))
+                with store_errors_as_unavailable():
+                    await retry_store(partial(_resolve, store, meter, usage))
             except ClaimLost:
                 log.info("another gateway owned the key of a followed response when it was recorded")
-            except (NatsError, TimeoutError) as e:
+            except ThawError as e:
                 log.warning("failed to find out whether a followed response was recorded", extra={"error": repr(e)})
 
     await asyncio.gather(*map(resolve, meter.unresolved))
@@ -43,11 +42,8 @@ async def _resolve(store: IdempotencyStore, meter: UsageMeter, usage: FollowedUs
     if claim is None:
         meter.end(usage.request_id)  # its owner recorded it before it ended the key
         return
-    renewing = asyncio.create_task(claim.renew_forever(), name="idempotency lease")
-    try:
+    async with claim.renewed():
         await _record(store, meter, usage, claim)
-    finally:
-        await end(renewing)
 
 
 async def _record(store: IdempotencyStore, meter: UsageMeter, usage: FollowedUsage, claim: Claim) -> None:

@@ -168,16 +168,16 @@ class IdempotentRequest:
 
     async def _hold_claim(self, claim: Claim) -> None:
         self._claim, self._found = claim, None
-        renewing = asyncio.create_task(claim.renew_forever(), name="idempotency lease")
         ends = [asyncio.create_task(e.wait()) for e in (self._request.completion.done, claim.lost)]
         try:
-            await self._start(claim.entry)
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if self._request.completion.is_done:
-                await self._record_end(claim)  # with a lease: this may wait for the store
-                return
+            async with claim.renewed():
+                await self._start(claim.entry)
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if self._request.completion.is_done:
+                    await self._record_end(claim)  # with a lease: this may wait for the store
+                    return
         finally:
-            await end(renewing, *ends)
+            await end(*ends)
         self._dispatcher.on_disowned(self._ticket, time.monotonic())
         self._request.completion.fail(
             Unavailable("Another gateway serves this Idempotency-Key now. Repeat the request", should_retry=True)
@@ -417,8 +417,7 @@ class IdempotentRequest:
         if claim is None:
             self._on_followed_end()
             return
-        renewing = asyncio.create_task(claim.renew_forever(), name="idempotency lease")
-        try:
+        async with claim.renewed():
             if claim.entry.reply == self._replay.subject:
                 self._claim = claim
                 self._find_instance(claim.entry)
@@ -427,8 +426,6 @@ class IdempotentRequest:
             else:
                 await claim.release()  # its owner began another attempt, which this gateway has not read
                 self._on_followed_end()
-        finally:
-            await end(renewing)
 
     async def _follow_changes(self, found: ExistingKey, watcher: Any, done: asyncio.Task[bool]) -> Claim | ExistingKey | None:
         has_entry = False

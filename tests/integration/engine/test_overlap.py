@@ -21,7 +21,7 @@ from shared.contracts.inference import InferFailed, InferFinished
 from shared.errors import CheckpointInvalid
 from shared.messaging import Mesh
 from tests.integration.engine.processes import exited, forked
-from tests.support.engines import Engines, ZygoteClient
+from tests.support.engines import Engines, Stream, ZygoteClient
 from tests.support.followed_loader import FollowedLoader
 from tests.support.segments import FakeLoader, card_of
 
@@ -98,6 +98,13 @@ class Engine:
     async def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         await self.exited()
+
+
+async def asked_while_loading(engines: Engines, client: ZygoteClient, start: EngineStart) -> tuple[Engine, Stream]:
+    """Start an engine, and ask for the first prompt as soon as it accepts requests."""
+    engine = await Engine.start(engines, client, start)
+    await engines.reported(start.instance_id, lambda r: r.accepts_requests)
+    return engine, await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)
 
 
 async def reference(mesh: Mesh, engines: Engines, client: ZygoteClient, home: Path, model: Path) -> dict[str, list[int]]:
@@ -193,9 +200,7 @@ async def test_a_lost_connection_costs_the_overlap_and_nothing_else(
 ) -> None:
     """Also that of a killed loader: the next one brings the weights again, into other pages."""
     start = started(engines, home, model, followed)
-    engine = await Engine.start(engines, client, start)
-    await engines.reported(start.instance_id, lambda r: r.accepts_requests)
-    stream = await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)
+    engine, stream = await asked_while_loading(engines, client, start)
     await followed.send(0.5)
     await followed.restart()
     await followed.finish()
@@ -209,9 +214,7 @@ async def test_units_of_a_gpu_that_a_lost_connection_has_not_sent_are_mapped_at_
     engines: Engines, client: ZygoteClient, home: Path, model: Path, followed: FollowedLoader, tokens: dict[str, list[int]]
 ) -> None:
     start = started(engines, home, model, followed)
-    engine = await Engine.start(engines, client, start)
-    await engines.reported(start.instance_id, lambda r: r.accepts_requests)
-    stream = await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)
+    engine, stream = await asked_while_loading(engines, client, start)
     await followed.send(0.5)
     followed.disconnect()
     await followed.finish()
@@ -227,9 +230,7 @@ async def test_an_engine_fails_if_the_loader_of_its_gpu_memory_is_restarted_duri
     engines: Engines, client: ZygoteClient, home: Path, model: Path, followed: FollowedLoader
 ) -> None:
     start = started(engines, home, model, followed)
-    engine = await Engine.start(engines, client, start)
-    await engines.reported(start.instance_id, lambda r: r.accepts_requests)
-    stream = await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)
+    engine, stream = await asked_while_loading(engines, client, start)
     await followed.send(0.5)
     await followed.restart()
     await followed.finish()
@@ -244,9 +245,7 @@ async def test_an_engine_that_is_stopped_while_it_waits_for_weights_exits(
     engines: Engines, client: ZygoteClient, home: Path, model: Path, followed: FollowedLoader
 ) -> None:
     start = started(engines, home, model, followed)
-    engine = await Engine.start(engines, client, start)
-    await engines.reported(start.instance_id, lambda r: r.accepts_requests)
-    stream = await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)
+    engine, stream = await asked_while_loading(engines, client, start)
     await engines.reported(start.instance_id, lambda r: r.load.waiting + r.load.active == 1)
     os.kill(engine.pid, signal.SIGTERM)
     last = await stream.last()

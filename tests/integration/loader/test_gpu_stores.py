@@ -35,7 +35,7 @@ GPU_BYTES = 32 * PAGE_BYTES
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    """Give the loader two GPUs, of whose units without an instance all may stay."""
+    """Give the loader two GPUs, which keep all units of instances that have ended."""
     memory = FakeVirtualMemory(GPU_BYTES, devices=2)
     driver = FakeDriver(2, memory, total_bytes=GPU_BYTES)
     monkeypatch.setattr(app, "has_driver", lambda: True)

@@ -1,4 +1,5 @@
-"""What metering costs a gateway: `python -m bench.metering [--pairs N] [--slices N] [--json FILE]`.
+"""What metering costs a gateway: `python -m bench.metering [--pairs N] [--slices N]
+[--short-slices N] [--json FILE]`.
 
 One gateway process and the engine of prepared tokens, which answers at once: any other engine takes
 longer for a request, so that metering is a smaller part of it. The gateway meters the requests of
@@ -9,8 +10,9 @@ A pair is the same request with both keys on one connection, in alternating orde
 of requests by 16 connections with one of the keys, in turns, and then a pause in which the gateway
 reports what it has recorded. The CPU time of the gateway in a slice has the pause, and so the
 reports; its ratio is what metering takes from a gateway that has a core of its own. The throughput
-is measured in the same slices, with all processes on the same cores. The run is repeated with a new
-gateway.
+is measured in short slices without a pause, with all processes on the same cores: two neighbours
+have the same speed of a machine whose speed varies, and reports, which take a thousandth of what
+records take, fall into slices of both keys. The run is repeated with a new gateway.
 
 Beside other work the CPU time of slices varies by more than what metering takes. Therefore the
 gateway also adds up the CPU time of the thread in its two parts: recording a request, and making a
@@ -53,6 +55,8 @@ _WARM_UP = 200
 _CLIENTS = 16
 _PAUSE_S = REPORT_INTERVAL_S + 0.5
 _RUNS = 2
+_SHORT_S = 0.25
+"""Seconds of a slice in which the throughput is measured."""
 _END_TIMEOUT_S = 30.0
 
 
@@ -115,12 +119,18 @@ def _in_order(number: int) -> tuple[str, str]:
     return (METERED, PLAIN) if number % 2 else (PLAIN, METERED)
 
 
-def take_slice(port: int, gateway: psutil.Process, name: str, seconds: float) -> tuple[float, float]:
-    """Return requests per second with a key, and the gateway's CPU microseconds for a request."""
+def take_slice(port: int, gateway: psutil.Process, name: str, seconds: float) -> float:
+    """Return the gateway's CPU microseconds for a request with a key."""
     before = cpu_s(gateway.pid)
-    count, took_s = send_load(port, _REQUESTS[name], _CLIENTS, seconds)
+    count, _ = send_load(port, _REQUESTS[name], _CLIENTS, seconds)
     time.sleep(_PAUSE_S)
-    return count / took_s, (cpu_s(gateway.pid) - before) * 1e6 / count
+    return (cpu_s(gateway.pid) - before) * 1e6 / count
+
+
+def take_throughput(port: int, name: str) -> float:
+    """Return requests per second with a key."""
+    count, took_s = send_load(port, _REQUESTS[name], _CLIENTS, _SHORT_S)
+    return count / took_s
 
 
 @dataclass
@@ -130,15 +140,17 @@ class Measured:
     Attributes:
         added_ms: Additional milliseconds of each pair.
         slices: Results of `take_slice` by key.
+        throughputs: Results of `take_throughput` by key.
         costs: What each gateway wrote as its `Costs`.
     """
 
     added_ms: list[float] = field(default_factory=list)
-    slices: list[dict[str, tuple[float, float]]] = field(default_factory=list)
+    slices: list[dict[str, float]] = field(default_factory=list)
+    throughputs: list[dict[str, float]] = field(default_factory=list)
     costs: list[dict[str, float]] = field(default_factory=list)
 
 
-def measure(measured: Measured, pairs: int, slices: int, seconds: float) -> None:
+def measure(measured: Measured, pairs: int, slices: int, seconds: float, short_slices: int) -> None:
     """Measure with a new gateway."""
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory, contextlib.ExitStack() as stack:
         processes = Processes(Path(directory), stack)
@@ -160,6 +172,9 @@ def measure(measured: Measured, pairs: int, slices: int, seconds: float) -> None
             await_key(port, f"sk-{name}")
         measured.added_ms += take_pairs(port, pairs)
         time.sleep(_PAUSE_S)
+        for number in range(short_slices):
+            measured.throughputs.append({name: take_throughput(port, name) for name in _in_order(number)})
+        time.sleep(_PAUSE_S)
         for number in range(slices):
             measured.slices.append({name: take_slice(port, gateway, name, seconds) for name in _in_order(number)})
         gateway.terminate()
@@ -172,6 +187,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1500)
     parser.add_argument("--slices", type=int, default=10, help="with each key and gateway")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a slice, without the pause")
+    parser.add_argument("--short-slices", type=int, default=300, help="with each key and gateway, for the throughput")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gateway", type=Path, metavar="COSTS", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -180,14 +196,14 @@ def main() -> None:
         return
     measured = Measured()
     for _ in range(_RUNS):
-        measure(measured, options.pairs, options.slices, options.seconds)
-    slices = measured.slices
+        measure(measured, options.pairs, options.slices, options.seconds, options.short_slices)
+    slices, throughputs = measured.slices, measured.throughputs
     figures = {name: statistics.mean(costs[name] for costs in measured.costs) for name in measured.costs[0]}
     for name, values in (
         ("added_ms", measured.added_ms),
-        ("added_cpu_us", [s[METERED][1] - s[PLAIN][1] for s in slices]),
-        ("cpu_ratio", [s[METERED][1] / s[PLAIN][1] for s in slices]),
-        ("throughput_ratio", [s[METERED][0] / s[PLAIN][0] for s in slices]),
+        ("added_cpu_us", [s[METERED] - s[PLAIN] for s in slices]),
+        ("cpu_ratio", [s[METERED] / s[PLAIN] for s in slices]),
+        ("throughput_ratio", [s[METERED] / s[PLAIN] for s in throughputs]),
     ):
         low, high = interval(values)
         figures |= {name: statistics.median(values), f"{name}_low": low, f"{name}_high": high}

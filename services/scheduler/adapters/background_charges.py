@@ -10,7 +10,7 @@ Without a plan, or a request that waited for it, the owner of the model pays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, Table, exists, func, literal, select, union_all
@@ -33,7 +33,7 @@ async def record_background(
     readings: Iterable[BackgroundReading],
     hour: int,
     owner: Callable[[str], str],
-    is_older: Callable[[str], bool],
+    older: Container[str],
 ) -> None:
     """Record what engines have worked since their last readings.
 
@@ -42,8 +42,8 @@ async def record_background(
         readings: At most one of each engine and plan.
         hour: The present hour, in which the work is recorded.
         owner: Returns the key that pays for a model's work without a request.
-        is_older: Returns whether an engine is older than the accounts: its first reading is not
-            added to them.
+        older: Engines that are older than the accounts: their first readings are not added to
+            them.
     """
     news = {(r.engine, r.plan_id): r for r in readings}
     known = await _read_known(connection, {engine for engine, _ in news})
@@ -52,7 +52,7 @@ async def record_background(
     charged: dict[AccountName, int] = {}
     for name, r in news.items():
         if r.plan_id == CHARGED:
-            more = r.us - known.get(name, r.us if is_older(r.engine) else 0)
+            more = r.us - known.get(name, r.us if r.engine in older else 0)
             charged[r.model, r.device_kind] = charged.get((r.model, r.device_kind), 0) + more
             continue
         if (more := r.us - known.get(name, 0)) > 0:

@@ -68,6 +68,8 @@ class HeldMemory:
         self._pending: tuple[HeldBatch, ...] = ()
         self._readings: dict[tuple[str, str], BackgroundReading] = {}
         """New readings of background work, which are not recorded yet."""
+        self._older: set[str] = set()
+        """Engines older than the accounts. Found when read: the state forgets instances."""
         self._accounts = AccountHistory()
         self._plans_since_s = 24 * _PLANS_SINCE_S
 
@@ -82,7 +84,9 @@ class HeldMemory:
             return
         node.processes = find_processes(status, node.processes)
         readings = frozenset(list_background(status, node.processes))
-        self._readings |= {(r.engine, r.plan_id): r for r in readings - node.readings}
+        news = readings - node.readings
+        self._older.update(engine for engine in {r.engine for r in news} if self._is_older(engine))
+        self._readings |= {(r.engine, r.plan_id): r for r in news}
         node.readings, node.uncounted = readings, find_uncounted(status)
         self._advance(node, list_holdings(status), now)
         node.boot_id, node.seq = status.boot_id, status.seq
@@ -106,9 +110,12 @@ class HeldMemory:
         node.since, node.held = max(now, node.since), held
 
     def _known_since(self, instance_id: str) -> float:
-        instance = self._state.instances.get(instance_id)
-        since = instance.sent_at if instance is not None else None
+        since = self._sent_at(instance_id)
         return since if since is not None else 0.0
+
+    def _sent_at(self, instance_id: str) -> float | None:
+        instance = self._state.instances.get(instance_id)
+        return instance.sent_at if instance is not None else None
 
     async def flush(self, now: float) -> None:
         """Record what was charged since the last time; a batch that failed goes first.
@@ -129,7 +136,7 @@ class HeldMemory:
             self._readings = {}
             try:
                 hour = int(now // HOUR_S)
-                await self._ledger.record_background(self._epoch, tuple(readings.values()), hour, self._owner, self._is_older)
+                await self._ledger.record_background(self._epoch, tuple(readings.values()), hour, self._owner, self._older)
             except BaseException:
                 self._readings = readings | self._readings
                 raise
@@ -144,7 +151,8 @@ class HeldMemory:
 
     def _is_older(self, engine: str) -> bool:
         """True if the instance, named with its process, is older than the accounts."""
-        return self._known_since(engine.rpartition("/")[0]) < self._clocks.get(_ACCOUNTS, 0.0)
+        since = self._sent_at(engine.rpartition("/")[0])
+        return since is not None and since < self._clocks.get(_ACCOUNTS, 0.0)
 
     def _take(self) -> tuple[HeldBatch, ...]:
         batches = []

@@ -7,7 +7,7 @@ nothing; the reply says from where to continue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,7 +196,7 @@ class Ledger:
         readings: Sequence[BackgroundReading],
         hour: int,
         owner: Callable[[str], str],
-        is_older: Callable[[str], bool] = lambda _: False,
+        older: Container[str] = (),
     ) -> None:
         """Record what engines have worked for no request; see `background_charges`.
 
@@ -205,7 +205,7 @@ class Ledger:
         """
         async with self._engine.begin() as connection:
             await require_epoch(connection, epoch)
-            await record_background(connection, readings, hour, owner, is_older)
+            await record_background(connection, readings, hour, owner, older)
 
     async def settle_accounts(
         self,

@@ -23,6 +23,7 @@ from services.scheduler.domain.device_accounts import SETTLED_AFTER_S
 from services.scheduler.domain.holdings import HOUR_S
 from services.scheduler.domain.state.changes import Put
 from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Instance
 from shared.contracts.engine import BackgroundWork, EngineLoad
 from shared.contracts.loader import CachedModel, LoaderStatus
 from shared.contracts.node import InstanceStatus, NodeStatus
@@ -260,6 +261,12 @@ def charging(name: str, *devices: str, pid: int = 7, charged: float | None = Non
     return instance(name, 1, *devices).model_copy(update=fields)
 
 
+def entity(name: str, *, sent_at: float) -> Instance:
+    """Return the scheduler's own record of an instance."""
+    model = name.partition("-")[0]
+    return Instance(name, "p", model, 1, "r", "n", ("cuda:0",), 1, 1, 0, sent_at, sent_at, sent_at=sent_at)
+
+
 def recorded(spool: str, model: str, seconds: float, answer_id: str = "") -> ReportUsage:
     row = UsageRow(hour=HOUR, key="alice", model=model, counts=Counts(requests=1, compute_cuda_us=round(seconds * 1e6)))
     responses = (ResponseUsage(answer_id=answer_id, row=row),) if answer_id else ()
@@ -309,9 +316,10 @@ async def test_owners_pay_for_charges_that_no_gateway_records_until_one_does(eng
 async def test_engines_before_the_update_are_charged_nothing_afterwards(engine: AsyncEngine, migrated_url: str) -> None:
     """Neither those that do not say what they charge, nor the past of those that do."""
     ledger, state = Ledger(engine, PRICES), owned(small="team", large="boss")
+    state.instances["large-1"] = entity("large-1", sent_at=1.0)
     async with leadership(plain_url(migrated_url)) as term:
         accounts = Accounts(ledger, state, term.epoch)
-        await accounts.meter.load()  # the engines are unknown to the scheduler: older than the accounts
+        await accounts.meter.load()
         assert await accounts.settle(charging("large-1", "cuda:0", charged=100.0)) == {}
         assert await accounts.settle(charging("large-1", "cuda:0", charged=101.0)) == {"boss": 1.0}
         await ledger.record(term.epoch, recorded("a", "small", 50.0), HOUR)  # charged by an earlier engine
@@ -319,6 +327,21 @@ async def test_engines_before_the_update_are_charged_nothing_afterwards(engine: 
         assert await accounts.settle(earlier, later) == {"boss": 1.0}
         later = charging("small-2", "cuda:0", charged=2.0)
         assert await accounts.settle(later) == {"boss": 1.0, "team": 2.0}
+
+
+async def test_an_engine_that_ended_before_its_reading_is_recorded_is_charged_from_its_start(
+    engine: AsyncEngine, migrated_url: str
+) -> None:
+    """The scheduler forgets an instance that has ended before it records what was read of it."""
+    state = owned(small="team")
+    state.instances["small-1"] = entity("small-1", sent_at=START)
+    async with leadership(plain_url(migrated_url)) as term:
+        ledger = Ledger(engine)
+        accounts = Accounts(ledger, state, term.epoch)
+        await accounts.meter.load()
+        accounts.meter.on_status(report(0, charging("small-1", "cuda:0", charged=1.5)), START)
+        del state.instances["small-1"]
+        assert await accounts.settle() == {"team": 1.5}
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -180,7 +180,8 @@ class Nodeagent:
         publishing = self._run("publisher", self.publisher.run())
         self._run("ready", self._report_ready())
         self._run("meter", self.meter.run())
-        await wait_for_first(self.mesh.lost, stop)
+        with self.mesh.on_reconnect(self.publisher.want_whole):
+            await wait_for_first(self.mesh.lost, stop)
         if self.mesh.lost.is_set():
             log.error("lost NATS; exiting without stopping engines")
             return 1

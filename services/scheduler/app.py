@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -123,7 +123,8 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     outbox.reconcile(m.card for m in loop.state.models.values())
     loop.post(Recovered(clock.now()))
     try:
-        async with _background_tasks(loop, repository, ledger, term.epoch, migrations, _record_held(held, handlers)):
+        own = {"held memory": _record_held(held, handlers), "reconnections": _ask_again(mesh)}
+        async with _background_tasks(loop, repository, ledger, term.epoch, migrations, own):
             await handlers.start()
             await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
             deciding = asyncio.create_task(loop.run(outbox), name="decide")
@@ -144,6 +145,19 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
         await outbox.close()
         loads.close()
     return 0
+
+
+async def _ask_again(mesh: Mesh) -> None:
+    """Ask all nodes for their status after each reconnection: their last messages were lost."""
+    reconnected = asyncio.Event()
+    with mesh.on_reconnect(reconnected.set):
+        while True:
+            await reconnected.wait()
+            reconnected.clear()
+            try:
+                await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
+            except NatsError as e:  # the next reconnection asks
+                log.warning("failed to ask for the nodes' status", extra={"error": repr(e)})
 
 
 async def _record_held(held: HeldMemory, handlers: Handlers) -> None:
@@ -168,7 +182,7 @@ async def _background_tasks(
     ledger: Ledger,
     epoch: int,
     migrations: Migrations,
-    record_held: Coroutine[Any, Any, None],
+    more: Mapping[str, Coroutine[Any, Any, None]],
 ) -> AsyncIterator[None]:
     """Run the tasks beside a term: timers, and the watch on migrations."""
 
@@ -211,7 +225,7 @@ async def _background_tasks(
         "settle": settle(),
         "remember": remember(),
         "migrations": migrations.watch(),
-        "held memory": record_held,
+        **more,
     }
     tasks = [asyncio.create_task(timer, name=name) for name, timer in timers.items()]
     try:

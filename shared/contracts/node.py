@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from shared.contracts.base import ErrorBody, Frozen, Message, Request
-from shared.contracts.engine import EngineLoad
+from shared.contracts.engine import BackgroundWork, EngineLoad
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.stages import GroupPlace, Stage
@@ -287,6 +287,18 @@ class SwapSpace(Frozen):
     free_bytes: int
 
 
+class EndedEngine(Frozen):
+    """What an engine that has ended computed, by its last meters."""
+
+    instance_id: str
+    pid: int
+    model: str
+    device_kind: str
+    device_count: int
+    charged_s: float | None = Field(default=None, description="`EngineLoad.charged_s`.")
+    background: tuple[BackgroundWork, ...] = Field(default=(), description="`EngineLoad.background`.")
+
+
 class NodeStatus(Message):
     kind: Literal["node_status"] = "node_status"
     node: str
@@ -303,6 +315,11 @@ class NodeStatus(Message):
     snapshot_budget_bytes: int = 0
     swap: SwapSpace | None = Field(default=None, description="Read every ten seconds; None: an earlier version.")
     capabilities: tuple[Capability, ...] = ()
+    ended_engines: tuple[EndedEngine, ...] = Field(
+        default=(),
+        description="Engines that ended in the last ten minutes, in the status after `StatusWanted` or a reconnection: a receiver that was "
+        "not there reads their meters.",
+    )
 
 
 class InstanceOutline(Frozen):

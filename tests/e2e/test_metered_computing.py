@@ -87,7 +87,7 @@ def test_abandoned_work_is_in_the_ledger_as_well(admin: httpx.Client, keyed: ope
         stream.close()
 
     def is_in_the_ledger() -> bool:
-        """Tell whether the ledger agrees with the engine's report, which may be older than the ledger."""
+        """Return whether the ledger agrees with the engine's report, which may be older."""
         load = read_load(admin)
         computed_s, background_s = read_all(admin)
         reported = not load["active"] and load["busy_s"] > before_s

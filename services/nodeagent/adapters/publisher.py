@@ -19,6 +19,7 @@ from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.devices.inventory import device_status
 from services.nodeagent.devices.port import Device
 from services.nodeagent.domain import templates
+from services.nodeagent.domain.ended_engines import KEPT_S, SHOWN_S, list_ended
 from services.nodeagent.domain.state import Instance, NodeState
 from services.nodeagent.domain.status import instance_status
 from shared.contracts import subjects
@@ -107,6 +108,7 @@ class Publisher:
     async def publish(self) -> None:
         """Publish the whole status."""
         self._begin()
+        ended_s = KEPT_S if self._wanted else SHOWN_S
         self._wanted = False
         self._whole_at = time.monotonic()
         if time.monotonic() - self._looked_at > _CAPABILITIES_EVERY_S:
@@ -114,7 +116,7 @@ class Publisher:
             self._capabilities = await asyncio.to_thread(self._find_capabilities)
             self._swap = await asyncio.to_thread(self._read_swap)
         try:
-            await self._mesh.publish(subjects.node_status(self._node), self.status())
+            await self._mesh.publish(subjects.node_status(self._node), self.status(ended_s))
         except NatsError as e:  # the next status, a second later, has the same content
             log.warning("failed to publish the node's status", extra={"error": repr(e)})
 
@@ -150,7 +152,8 @@ class Publisher:
         except NatsError as e:  # the next whole status has them
             log.warning("failed to publish the node's changes", extra={"error": repr(e)})
 
-    def status(self) -> NodeStatus:
+    def status(self, ended_s: float = SHOWN_S) -> NodeStatus:
+        """Return the whole status, with the engines that ended in the last `ended_s`."""
         state = self._state()
         self._published = state.instances
         return NodeStatus(
@@ -165,6 +168,7 @@ class Publisher:
             snapshot_budget_bytes=state.snapshot_budget,
             swap=self._swap,
             capabilities=self._capabilities,
+            ended_engines=tuple(e.engine for e in list_ended(state.ended_engines, time.monotonic(), ended_s)),
         )
 
     def _list_devices(self) -> tuple[DeviceStatus, ...]:

@@ -33,14 +33,15 @@ def process_gone(transition: Transition, instance: Instance, error: ErrorBody | 
     with the error that it reported itself if there is one. After a failed resume it is started
     cold, once. `charges` are the last meters of the process.
     """
+    if charges is not None:
+        instance = transition.put(instance.model_copy(update={"load": charges.apply_to(instance.load)}))
+    transition.note_ended(instance)
     if resuming.restarts(instance):
         no_memory_error = resuming.restart(transition, instance, error)
         if no_memory_error is None:
             suspending.retry_deferred(transition, instance.instance_id)
             return
         error = no_memory_error
-    if charges is not None:
-        instance = transition.put(instance.model_copy(update={"load": charges.apply_to(instance.load)}))
     instance = teardown.mark_gone(transition, instance, error)
     stopping.on_drain_answered(transition, DrainAnswered(instance.instance_id, only_if_idle=True))
     suspending.on_pause_answered(transition, PauseAnswered(instance.instance_id, only_if_idle=True))

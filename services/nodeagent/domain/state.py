@@ -20,7 +20,7 @@ from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.reservations import Reservation
 from shared.contracts.base import ErrorBody, Frozen
 from shared.contracts.engine import EngineLoad
-from shared.contracts.node import InstanceState, StartInstance, SuspendInstance, SuspendWay
+from shared.contracts.node import EndedEngine, InstanceState, StartInstance, SuspendInstance, SuspendWay
 from shared.contracts.phases import Phase
 
 EPOCH_SHIFT = 32
@@ -210,6 +210,18 @@ class DeferredSuspend:
     reply: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An engine that has ended.
+
+    Attributes:
+        at: When its process was found ended, in seconds of the monotonic clock.
+    """
+
+    at: float
+    engine: EndedEngine
+
+
 @dataclass(frozen=True)
 class NodeState:
     ledger: Ledger
@@ -231,6 +243,7 @@ class NodeState:
     """The latest report of the loader's links and of whole weights on devices."""
     start_times: Mapping[str, StartTimes] = field(default_factory=dict)
     """Of attaches with and without loads beside them, by model."""
+    ended_engines: tuple[Ended, ...] = ()
     spills: bool = False
     """True if snapshots in host memory can be written to swap."""
 

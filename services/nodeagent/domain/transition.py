@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from services.nodeagent.domain.ended_engines import add_ended
 from services.nodeagent.domain.events import Effect, Forget, Persist, Publish, Reply
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.reservations import Reservation, blocking_reservation
@@ -43,6 +44,10 @@ class Transition:
     def drop(self, instance_id: str) -> None:
         self.state = replace(self.state, instances={k: i for k, i in self.state.instances.items() if k != instance_id})
         self.emit(Forget(instance_id), Publish())
+
+    def note_ended(self, instance: Instance) -> None:
+        """Keep the last meters of an instance's process, which has ended."""
+        self.state = replace(self.state, ended_engines=add_ended(self.state.ended_engines, instance, self.now))
 
     def set_ledger(self, ledger: Ledger) -> None:
         self.state = replace(self.state, ledger=ledger)

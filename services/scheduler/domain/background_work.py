@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from shared.contracts.node import NodeStatus
+from shared.contracts.node import EndedEngine, NodeStatus
 
 CHARGED = "(charged)"
 """Stands for the plan in a reading of what an engine has charged to requests that ended."""
@@ -39,15 +39,33 @@ def find_processes(status: NodeStatus, known: Mapping[str, int]) -> dict[str, in
 
 
 def list_background(status: NodeStatus, processes: Mapping[str, int]) -> Iterator[BackgroundReading]:
-    """Yield the readings of a node's engines; those of a group are at its first stage."""
+    """Yield the readings of a node's engines, ended ones included.
+
+    Those of a group are at its first stage.
+    """
     for s in status.instances:
         kind = s.device_ids[0].partition(":")[0] if s.device_ids else ""
         if kind and s.instance_id in processes and not s.is_later_stage:
-            engine = f"{s.instance_id}/{processes[s.instance_id]}"
-            for work in s.load.background:
-                yield BackgroundReading(engine, work.plan_id, s.model, kind, round(work.seconds * 1e6) * s.device_count)
-            if s.load.charged_s is not None:
-                yield BackgroundReading(engine, CHARGED, s.model, kind, round(s.load.charged_s * 1e6) * s.device_count)
+            engine = EndedEngine(
+                instance_id=s.instance_id,
+                pid=processes[s.instance_id],
+                model=s.model,
+                device_kind=kind,
+                device_count=s.device_count,
+                charged_s=s.load.charged_s,
+                background=s.load.background,
+            )
+            yield from _read(engine)
+    for ended in status.ended_engines:
+        yield from _read(ended)
+
+
+def _read(e: EndedEngine) -> Iterator[BackgroundReading]:
+    engine = f"{e.instance_id}/{e.pid}"
+    for work in e.background:
+        yield BackgroundReading(engine, work.plan_id, e.model, e.device_kind, round(work.seconds * 1e6) * e.device_count)
+    if e.charged_s is not None:
+        yield BackgroundReading(engine, CHARGED, e.model, e.device_kind, round(e.charged_s * 1e6) * e.device_count)
 
 
 def find_uncounted(status: NodeStatus) -> set[tuple[str, str]]:

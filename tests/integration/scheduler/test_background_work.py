@@ -26,7 +26,7 @@ from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance
 from shared.contracts.engine import BackgroundWork, EngineLoad
 from shared.contracts.loader import CachedModel, LoaderStatus
-from shared.contracts.node import InstanceStatus, NodeStatus
+from shared.contracts.node import EndedEngine, InstanceStatus, NodeStatus
 from shared.contracts.prices import GIB_HOUR, Prices
 from shared.contracts.usage import (
     HOURLY_HOURS,
@@ -342,6 +342,31 @@ async def test_an_engine_that_ended_before_its_reading_is_recorded_is_charged_fr
         accounts.meter.on_status(report(0, charging("small-1", "cuda:0", charged=1.5)), START)
         del state.instances["small-1"]
         assert await accounts.settle() == {"team": 1.5}
+
+
+async def test_the_next_leader_reads_the_meters_of_engines_that_ended_before_its_term(
+    engine: AsyncEngine, migrated_url: str
+) -> None:
+    ledger, state = Ledger(engine), owned(small="team")
+    async with leadership(plain_url(migrated_url)) as term:
+        accounts = Accounts(ledger, state, term.epoch)
+        assert await accounts.settle(charging("small-1", "cuda:0", "cuda:1", charged=1.5)) == {"team": 3.0}
+    ended = EndedEngine(
+        instance_id="small-1",
+        pid=7,
+        model="small",
+        device_kind="cuda",
+        device_count=2,
+        charged_s=2.0,
+        background=(BackgroundWork(plan_id="", seconds=0.25),),
+    )
+    async with leadership(plain_url(migrated_url)) as term:
+        accounts = Accounts(ledger, state, term.epoch, START + 3600)
+        await accounts.meter.load()
+        for seq, asked in enumerate((ended, ended), start=-2):  # two statuses were asked for
+            accounts.meter.on_status(report(seq).model_copy(update={"ended_engines": (asked,)}), accounts.now)
+        assert await accounts.settle() == {"team": 4.5}
+        assert await accounts.settle() == {"team": 4.5}
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from services.nodeagent.domain import events as e
-from services.nodeagent.domain.state import Process, deadlines
+from services.nodeagent.domain.ended_engines import KEPT, KEPT_S, add_ended, list_ended
+from services.nodeagent.domain.state import Ended, Process, deadlines
 from services.nodeagent.domain.status import instance_status
 from shared.contracts.engine import EngineLoad
-from shared.contracts.node import InstanceState, InstanceStatus
+from shared.contracts.node import EndedEngine, InstanceState, InstanceStatus
 from shared.engines.final_charges import FinalCharges
 from shared.errors import InstanceBusy
 from tests.unit.nodeagent.world import EPOCH, ERROR, World, report, start, stop
@@ -333,6 +334,7 @@ def test_engine_that_stops_during_its_start_leaves_no_deadline() -> None:
     assert [t for t in deadlines(world.state) if t <= world.now] == []
 
 
+ENDED = EndedEngine(instance_id="j", pid=8, model="m", device_kind="cpu", device_count=1, charged_s=1.0)
 CHARGES = FinalCharges(busy_s=3.0, charged_s=2.5, own_s=0.5)
 
 
@@ -353,3 +355,28 @@ def test_an_engine_that_ended_without_a_nodeagent_is_metered_by_the_next_one() -
     ready(old)
     new.hear(e.Adopted(old["i"], False, ERROR, charges=CHARGES))
     assert status_of(new).load.charged_s == 2.5
+
+
+def test_the_meters_of_an_ended_engine_are_kept_when_its_instance_is_forgotten() -> None:
+    world = World()
+    ready(world)
+    world.hear(e.EngineExited("i", 7, -9, ERROR, charges=CHARGES))
+    world.hear(e.MemoryFreed("i", 1))
+    world.hear(e.WeightsReleased("i", 1))
+    world.hear(e.Tick(), after=KEPT_S - 1)
+    assert "i" not in world.state.instances
+    (ended,) = list_ended(world.state.ended_engines, world.now)
+    assert (ended.engine.instance_id, ended.engine.pid, ended.engine.charged_s) == ("i", 7, 2.5)
+    assert (ended.engine.model, ended.engine.device_kind, ended.engine.device_count) == ("demo", "cpu", 1)
+    assert list_ended(world.state.ended_engines, world.now, 1.0) == ()
+    assert list_ended(world.state.ended_engines, world.now + 1) == ()
+
+
+def test_an_engine_that_charged_nothing_is_not_kept_and_many_are_bounded() -> None:
+    world = World()
+    ready(world)
+    known = tuple(Ended(float(n), ENDED) for n in range(KEPT))
+    assert add_ended(known, world["i"], now=1.0) == known, "it has charged nothing"
+    charged = world["i"].model_copy(update={"load": EngineLoad(charged_s=1.0)})
+    found = add_ended(known, charged, now=float(KEPT))
+    assert (len(found), found[0].at, found[-1].engine.instance_id) == (KEPT, 1.0, "i")

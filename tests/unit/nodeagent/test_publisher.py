@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,9 +15,10 @@ from services.nodeagent.adapters import publisher as module
 from services.nodeagent.adapters.meter import Meter
 from services.nodeagent.adapters.publisher import Publisher
 from services.nodeagent.adapters.timelines import Timelines
+from services.nodeagent.domain.ended_engines import SHOWN_S
 from services.nodeagent.domain.memory import Ledger
-from services.nodeagent.domain.state import Instance, NodeState, Process
-from shared.contracts.node import InstanceState, NodeChanges, NodeStatus, SwapSpace
+from services.nodeagent.domain.state import Ended, Instance, NodeState, Process
+from shared.contracts.node import EndedEngine, InstanceState, NodeChanges, NodeStatus, SwapSpace
 from shared.messaging import Mesh
 from tests.unit.nodeagent.world import start
 
@@ -101,6 +103,20 @@ async def test_a_whole_status_is_sent_on_request() -> None:
         node.publisher.want_whole()
         subject, status = await node.sent.until(2)
         assert (subject, len(status.instances)) == ("status", MANY)
+
+
+@pytest.mark.usefixtures("seldom")
+async def test_engines_that_ended_some_time_ago_are_in_the_status_that_is_asked_for() -> None:
+    async with running(3) as node:
+        ended = EndedEngine(instance_id="x", pid=7, model="m", device_kind="cpu", device_count=1, charged_s=1.5)
+        node.state = replace(node.state, ended_engines=(Ended(time.monotonic() - 2 * SHOWN_S, ended),))
+        node.change("i1")
+        _, routine = await node.sent.until(2)
+        node.publisher.want_whole()
+        _, asked = await node.sent.until(3)
+        assert isinstance(routine, NodeStatus)
+        assert isinstance(asked, NodeStatus)
+        assert (routine.ended_engines, asked.ended_engines) == ((), (ended,))
 
 
 @pytest.mark.usefixtures("seldom")

@@ -13,6 +13,7 @@ from services.nodeagent.domain.state import Instance, NodeState, Process
 from services.nodeagent.domain.status import instance_status
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import RESERVATION, InstanceState
+from shared.engines.final_charges import FinalCharges
 from shared.errors import EngineFailed, InsufficientMemory, NotFound
 from tests.unit.nodeagent.world import ERROR, POSSIBLE, World, report, resume, start, stop, suspend
 
@@ -160,6 +161,15 @@ def test_a_cold_start_after_a_failed_restore_is_not_repeated(w: World) -> None:
     effects = w.hear(e.EngineExited("i", 8, 1, ERROR))
     assert e.Fork("i") not in effects
     assert w["i"].state is FAILED
+
+
+def test_meters_of_an_engine_that_a_cold_start_follows_are_kept(w: World) -> None:
+    w.suspended(left=10)
+    w.hear(e.ResumeCommand(resume(), 3))
+    effects = w.hear(e.EngineExited("i", 7, -9, ERROR, charges=FinalCharges(busy_s=3.0, charged_s=2.5, own_s=0.5)))
+    assert e.Fork("i") in effects
+    assert w["i"].load.charged_s is None, "the next process has charged nothing"
+    assert [(x.engine.pid, x.engine.charged_s) for x in w.state.ended_engines] == [(7, 2.5)]
 
 
 def test_cold_start_without_memory_after_a_failed_restore_fails(w: World) -> None:

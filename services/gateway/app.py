@@ -231,12 +231,15 @@ async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
     await subscribe_view_latencies(gateway)
     await subscribe_view_requests(gateway)
     cards = CatalogWatcher(gateway.catalog, gateway.on_model_removed)
-    for bucket, watcher in (
+    for bucket, copy in (
         (catalog_bucket, cards),
         (keys_bucket, gateway.authorizer.store),
         (batches_bucket, gateway.batches.mirror),
     ):
-        gateway.tasks.append(group.create_task(BucketWatcher(mesh, bucket, watcher).run(), name=bucket.__name__))
+        following = BucketWatcher(mesh, bucket, copy)
+        gateway.tasks.append(group.create_task(following.run(), name=bucket.__name__))
+        if copy is cards:
+            gateway.catalog_watcher = following
     await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
 
 

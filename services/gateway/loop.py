@@ -52,6 +52,7 @@ from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, NodeChanges, NodeStatus
 from shared.errors import AuthenticationFailed, ModelNotFound, ShuttingDown, ThawError, Unavailable
 from shared.messaging import Mesh
+from shared.messaging.buckets import BucketWatcher
 from shared.node_statuses import NodeStatuses
 from shared.tasks import end
 from shared.telemetry.tracing import traceparent
@@ -60,6 +61,7 @@ TICK_S = 0.1
 IDLE_TICK_S = 1.0
 _STARTING_RETRY_MS = 1_000
 _ADMIN_WAIT_S = 2.0
+_CATCH_UP_S = 2.0
 
 
 def byte_limits(settings: GatewaySettings) -> ByteLimits:
@@ -96,6 +98,7 @@ class Gateway:
         self.mesh = mesh
         self.settings = settings
         self.catalog = Catalog()
+        self.catalog_watcher: BucketWatcher | None = None
         self.request_log = request_log
         self.dispatcher = Dispatcher(self.id, self)
         self.engines = EngineClient(mesh, self.id)
@@ -437,6 +440,16 @@ class Gateway:
         if path.startswith("/admin/"):
             return keys_read
         return not path.startswith(INFERENCE_PREFIXES) or (keys_read and self.catalog.complete)
+
+    async def await_model(self, name: str) -> None:
+        """Let the catalogue catch up if it lacks a model: it may have been registered just now."""
+        if not self.catalog.has(name):
+            await self.catch_up()
+
+    async def catch_up(self) -> None:
+        """Let the catalogue catch up with what was registered before this call."""
+        if self.catalog_watcher is not None:
+            await self.catalog_watcher.catch_up(_CATCH_UP_S)
 
     def begin_closing(self) -> None:
         """Refuse new requests; active ones continue."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol
@@ -45,6 +47,10 @@ class BucketWatcher:
         self._bucket = bucket
         self._copy = copy
         self._revision = 0
+        self._followed: KeyValue | None = None
+        self._advanced = asyncio.Event()
+        self._catching_up = asyncio.Lock()
+        self._caught_up_at = float("-inf")
         self._check_s = _CHECK_S if mesh.replicas == 1 else _CLUSTER_CHECK_S
 
     async def run(self) -> None:
@@ -56,11 +62,30 @@ class BucketWatcher:
                 log.info("failed to read a bucket; retrying", extra={"error": repr(e)})
             await asyncio.sleep(_RETRY_S)
 
+    async def catch_up(self, within_s: float) -> None:
+        """Wait until the copy has what was written before this call, or `within_s` seconds.
+
+        Callers that wait at the same time share two questions to the server at most.
+        """
+        asked_at = time.monotonic()
+        with contextlib.suppress(NatsError, TimeoutError, ConnectionError):  # the copy is all there is
+            async with asyncio.timeout(within_s), self._catching_up:
+                if self._caught_up_at >= asked_at or self._followed is None:
+                    return
+                began_at = time.monotonic()
+                newest = await _find_newest_revision(self._followed)
+                while self._revision < newest:
+                    self._advanced.clear()
+                    await self._advanced.wait()
+                self._caught_up_at = began_at
+
     async def _follow(self) -> None:
         reconnections = self._mesh.reconnections
         bucket = await self._bucket(self._mesh.nc.jetstream(timeout=2), self._mesh.replicas)
         async with watching(bucket) as watcher:
             await self._snapshot(bucket, watcher)
+            self._followed = bucket
+            self._advanced.set()
             with self._mesh.on_reconnect(partial(_wake, watcher)):
                 while self._mesh.reconnections == reconnections and not await self._apply_change(bucket, watcher):
                     pass
@@ -101,6 +126,7 @@ class BucketWatcher:
             self._copy.put(entry.key, entry.value)
         elif entry.operation in (KV_DEL, KV_PURGE):
             self._copy.remove(entry.key)
+        self._advanced.set()
         return False
 
 

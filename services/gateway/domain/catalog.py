@@ -74,6 +74,10 @@ class Catalog:
             raise unknown_model(name)
         return card
 
+    def has(self, name: str) -> bool:
+        """True if `name` is a model or LoRA adapter, or an alias."""
+        return self._lookup(name.rpartition(":")[2]) is not None
+
     def _matches(self, card: ModelCard, prefix: str | None) -> bool:
         """True if `prefix` is empty, or names the base of the LoRA adapter `card`."""
         if card.spec.base is None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from nats.js.kv import KeyValue
 
 from shared.contracts import subjects
 from shared.errors import InvalidRequest
+from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import catalog_bucket
 from tests.integration.gateway.conftest import CARDS, Served, until_listed
 from tests.support.fake_engine import FakeNode, Run, card_of
@@ -42,6 +44,38 @@ async def test_declared_route_wakes_its_model_and_returns_the_engines_answer(htt
     assert engine.requests[0].request.endpoint == "other"
     metrics = (await http.get("/metrics")).text
     assert 'gen_ai_operation_name="other"' in metrics
+
+
+async def test_a_model_that_was_registered_just_now_is_served(
+    gateway: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway has not read the change yet when the request arrives."""
+    may_apply, is_behind = asyncio.Event(), asyncio.Event()
+    apply, catch_up = BucketWatcher._apply_change, BucketWatcher.catch_up
+
+    async def apply_later(self: BucketWatcher, bucket: KeyValue, watcher: Any) -> bool:
+        await may_apply.wait()
+        return await apply(self, bucket, watcher)
+
+    async def notify(self: BucketWatcher, within_s: float) -> None:
+        is_behind.set()
+        await catch_up(self, 60)
+
+    monkeypatch.setattr(BucketWatcher, "_apply_change", apply_later)
+    bucket = await catalog_bucket(node.mesh.nc.jetstream())
+    for card in (card_of("first"), card_of("late")):  # the first one ends a call of the real method
+        await bucket.put(subjects.token(card.name), card.model_dump_json().encode())
+    monkeypatch.setattr(BucketWatcher, "catch_up", notify)
+    asked = {"model": "late", "messages": [{"role": "user", "content": "?"}]}
+    response = asyncio.create_task(gateway.http.post("/v1/chat/completions", json=asked))
+    async with asyncio.timeout(60):
+        await is_behind.wait()
+    may_apply.set()
+    await node.until_demand(lambda: any(d.model == "late" for d in node.demand))
+    await node.engine("late")
+    assert (await response).status_code == 200
+    asked["model"] = "never"
+    assert (await gateway.http.post("/v1/chat/completions", json=asked)).status_code == 404
 
 
 async def test_idempotency_key_applies_to_declared_routes(http: httpx.AsyncClient, node: FakeNode) -> None:

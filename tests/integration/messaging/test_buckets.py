@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
@@ -129,6 +130,43 @@ async def test_changes_arrive_in_order(mesh: Mesh) -> None:
         await bucket.delete("a")
         await changes.until({"b": b"2"})
     assert changes.snapshots == [{"a": b"1"}]
+
+
+async def test_copy_that_is_behind_catches_up(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_apply, questions = asyncio.Event(), 0
+    apply, find = BucketWatcher._apply_change, buckets._find_newest_revision
+
+    async def apply_later(self: BucketWatcher, bucket: KeyValue, watcher: Any) -> bool:
+        await may_apply.wait()
+        return await apply(self, bucket, watcher)
+
+    async def count(bucket: KeyValue) -> int:
+        nonlocal questions
+        questions += 1
+        return await find(bucket)
+
+    monkeypatch.setattr(BucketWatcher, "_apply_change", apply_later)
+    bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
+    changes = RecordedChanges()
+    watcher = BucketWatcher(mesh, lambda js, _: js.key_value(NAME), changes)
+    await watcher.catch_up(60)  # it has not begun
+    running = asyncio.create_task(watcher.run())
+    try:
+        await changes.begun()
+        await bucket.put("a", b"1")
+        await watcher.catch_up(0.05)
+        assert changes.entries == {}, "the wait is bounded"
+        monkeypatch.setattr(buckets, "_find_newest_revision", count)
+        waiting = [asyncio.create_task(watcher.catch_up(60)) for _ in range(20)]
+        may_apply.set()
+        await asyncio.gather(*waiting)
+        assert changes.entries == {"a": b"1"}
+        assert questions <= 2, "callers share them"
+        await bucket.delete("a")
+        await watcher.catch_up(60)
+        assert changes.entries == {}
+    finally:
+        await tasks.end(running)
 
 
 async def test_watcher_queries_expired_entries_only_once(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

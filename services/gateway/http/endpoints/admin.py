@@ -125,7 +125,9 @@ class Admin:
         if not self._gateway.authorizer.guards_admin:
             refuse_commands(body.specs)
         command = AddModels(specs=body.specs, prune=body.prune, reread=body.reread, replace=body.replace)
-        return await self._request_scheduler(command, ModelsAdded)
+        reply = await self._request_scheduler(command, ModelsAdded)
+        await self._gateway.catch_up()
+        return reply
 
     async def latencies(self, request: Request) -> Response:
         """Return a model's latencies of the last hour, in intervals of `?step=` minutes."""
@@ -324,6 +326,7 @@ async def remove_model(gateway: Gateway, request: Request, name: str) -> Respons
     """Remove a model; with `?adapters=true` its LoRA adapters too."""
     with_adapters = request.query_params.get("adapters") == "true"
     done = await ask_scheduler(gateway, RemoveModel(name=name, with_adapters=with_adapters), Done)
+    await gateway.catch_up()
     return json_response(done.model_dump(mode="json"))
 
 

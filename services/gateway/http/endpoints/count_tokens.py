@@ -40,6 +40,7 @@ class CountTokens:
         async with receive_request(gateway, scope, receive, limit, ("other",)) as received:
             body = received.body.content
             given = received.with_held(await self._parsers.parse("other", body, ROUTE, query, names))
+            await gateway.await_model(given.request.model)
             card = gateway.catalog.resolve(given.request.model)
             if not given.engine_request.is_json or ROUTE in card.routes:
                 await self._passthrough.infer(given, received.reservation, received.arrived_at, scope, receive, send)

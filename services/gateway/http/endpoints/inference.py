@@ -94,6 +94,7 @@ class Inference:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with receive_request(self._gateway, scope, receive, self.body_limit(scope), (self._endpoint,)) as received:
             parsed = received.with_held(await self._parse(scope, received.body.content))
+            await self._gateway.await_model(parsed.request.model)
             await self.infer(parsed, received.reservation, received.arrived_at, scope, receive, send)
 
     async def _parse(self, scope: Scope, body: bytes) -> ParsedRequest:

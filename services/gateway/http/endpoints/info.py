@@ -47,6 +47,7 @@ class Info:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
+        await self._gateway.await_model(name)
         card = self._gateway.catalog.find_model(name)
         if not caller_of(request.scope).may_use(card):
             raise unknown_model(name)

@@ -105,6 +105,7 @@ class Ollama:
         name = body.model or body.name
         if not name:
             raise InvalidRequest("Missing required parameter: 'model'.", param="model")
+        await self._gateway.await_model(served_name(name))
         card = self._gateway.catalog.find_model(served_name(name))
         if not caller_of(request.scope).may_use(card):
             raise unknown_model(name)

@@ -164,7 +164,7 @@ def lender(directory: Path, nbytes: int) -> Iterator[Path]:
     path, loop, ready, stop = directory / "loader.sock", asyncio.new_event_loop(), threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        lending, connections = KvLending({DEVICE: device}), set[asyncio.Task[None]]()
+        lending, connections = KvLending(lambda: {DEVICE: device}), set[asyncio.Task[None]]()
 
         async def borrow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             ask = SOCKET_ASK.validate_json(await reader.readuntil(b"\n"))

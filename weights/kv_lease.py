@@ -5,6 +5,9 @@ As long as a page is mapped, no loader lends it to another process, even if the 
 loader ends. After a restart of the loader the lease keeps its pages, and borrows from the new
 loader. A page is locked while it is mapped (`shared.file_locks`), which is how loaders see it.
 
+On a GPU the lease maps nothing. It has memory allocated for each page (`LentMemory`), and returns
+those pages at once for which there is none (ADR 0107).
+
 Needs only the standard library and pydantic; imports nothing of the loader.
 """
 
@@ -20,6 +23,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -42,6 +46,8 @@ log = logging.getLogger(__name__)
 PAGE_BYTES = 2 * 1024 * 1024
 SHARED_MEMORY = Path("/dev/shm")
 _RECONNECT_S = 0.25
+_REFUSED_S = 1.0
+"""After it has found no memory for pages, the lease asks for them again in this time."""
 _MADV_DONTFORK = 10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -71,11 +77,21 @@ class Shrink:
     keep: int
 
 
+class LentMemory(Protocol):
+    """A GPU's memory for lent pages. `add` is called on the lease's thread."""
+
+    def add(self, pages: int) -> int:
+        """Allocate memory for more pages, and return for how many there is some."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Claim:
+    """`address`: where the page is mapped; None: nowhere, as it is a GPU's."""
+
     file: str
     page: int
-    address: int
+    address: int | None
 
 
 class KvLease:
@@ -89,7 +105,9 @@ class KvLease:
         floor_pages: int,
         deliver: Callable[[Lent | Shrink], None],
         *,
+        ceiling_pages: int | None = None,
         model: str = "",
+        memory: LentMemory | None = None,
     ) -> None:
         """Connect in the background, and repeat that while the loader is not running.
 
@@ -97,10 +115,14 @@ class KvLease:
             path: The loader's socket.
             floor_pages: Pages that are booked for the instance.
             deliver: Receives events, on the lease's thread.
+            ceiling_pages: The most pages that the cache may have; None: unknown.
             model: Name of the instance's model, for the loader's status.
+            memory: Memory of the pages, on a GPU; None: the pages are the file's.
         """
-        self._path, self._deliver = path, deliver
-        self._ask = SocketBorrow(device=device, instance_id=instance_id, floor_pages=floor_pages, model=model)
+        self._path, self._deliver, self._memory = path, deliver, memory
+        self._ask = SocketBorrow(
+            device=device, instance_id=instance_id, floor_pages=floor_pages, ceiling_pages=ceiling_pages, model=model
+        )
         self._lock = threading.Lock()
         self._claims: list[_Claim] = []
         self._descriptors: dict[str, int] = {}
@@ -108,7 +130,8 @@ class KvLease:
         self._connection: socket.socket | None = None
         self._file = ""
         self._demand, self._turn, self._turn_pages = floor_pages, 0, 0
-        self._number = 0
+        self._number = self._connections = 0
+        self._retry: threading.Timer | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-lease", daemon=True)
         self._thread.start()
@@ -157,6 +180,8 @@ class KvLease:
         """End the connection and unmap all pages."""
         self._closed.set()
         with self._lock:
+            if self._retry is not None:
+                self._retry.cancel()
             if self._connection is not None:
                 with contextlib.suppress(OSError):  # wakes the thread that reads
                     self._connection.shutdown(socket.SHUT_RDWR)
@@ -197,13 +222,20 @@ class KvLease:
         match LENDER_LINE.validate_json(line):
             case SocketBorrowing(file=file):
                 with self._lock:
-                    self._file = file
+                    self._connections += 1
+                    # The loader of this connection cannot take back what an earlier one has lent.
+                    self._file = file if self._memory is None else f"connection {self._connections}"
                     self._send_demand()
             case SocketLent(number=number, pages=pages, turn=turn):
+                made = self._memory.add(len(pages)) if self._memory is not None else len(pages)
                 with self._lock:
-                    claims = self._map(pages)
+                    is_answer = number == self._number
+                    on_gpu = [_Claim(self._file, page, None) for page in pages[:made]]
+                    claims = self._map(pages) if self._memory is None else on_gpu
                     self._claims += claims
-                    event = Lent(len(claims), number == self._number, turn)
+                    event = Lent(len(claims), is_answer, turn)
+                    if refused := pages[made:]:
+                        self._refuse(refused)
                 self._deliver(event)
             case SocketShrink(pages=pages):
                 with self._lock:
@@ -211,6 +243,22 @@ class KvLease:
                 self._deliver(Shrink(keep))
             case SocketError(error=error):
                 log.error("the loader lends no pages", extra={"error": error.message})
+
+    def _refuse(self, pages: tuple[int, ...]) -> None:
+        """Return pages for which there is no memory, and ask again later. Called with the lock."""
+        log.warning("the GPU has no memory for lent pages", extra={"pages": len(pages), "device": self._ask.device})
+        held = sum(c.file == self._file for c in self._claims)
+        self._send_demand(most=held)  # or the loader would lend the same pages at once
+        self._send(SocketReturn(pages=pages))
+        if self._retry is None and not self._closed.is_set():
+            self._retry = threading.Timer(_REFUSED_S, self._ask_again)
+            self._retry.daemon = True
+            self._retry.start()
+
+    def _ask_again(self) -> None:
+        with self._lock:
+            self._retry = None
+            self._send_demand()
 
     def _map(self, pages: tuple[int, ...]) -> list[_Claim]:
         """Map lent pages without access. Raises `OSError` if the loader has been replaced
@@ -244,18 +292,22 @@ class KvLease:
     def _unmap(self, claims: Sequence[_Claim]) -> None:
         """Unmap and unlock pages that are no longer among `_claims`."""
         for claim in claims:
-            _libc.munmap(claim.address, PAGE_BYTES)
-            unlock_mapped(self._descriptors[claim.file], claim.page * PAGE_BYTES, PAGE_BYTES)
+            if claim.address is not None:
+                _libc.munmap(claim.address, PAGE_BYTES)
+                unlock_mapped(self._descriptors[claim.file], claim.page * PAGE_BYTES, PAGE_BYTES)
         for file in self._descriptors.keys() - {c.file for c in self._claims}:
             os.close(self._descriptors.pop(file))
 
     # -- sending, with the lock --------------------------------------------------------------------
 
-    def _send_demand(self) -> None:
+    def _send_demand(self, most: int | None = None) -> None:
+        """Send the demand. `most`: ask for no more than this for now; None: for all."""
         if self._file:
             self._number += 1
             earlier = sum(c.file != self._file for c in self._claims)
             pages, turn_pages = max(0, self._demand - earlier), max(0, self._turn_pages - earlier)
+            if most is not None:
+                pages = min(pages, most)
             self._send(SocketDemand(number=self._number, pages=pages, turn=self._turn, turn_pages=turn_pages))
 
     def _send(self, message: Message) -> None:

@@ -34,6 +34,7 @@ from services.engine.lora.room import LoraRoom
 from services.engine.model import loading
 from services.engine.model.architectures import ModelCache
 from services.engine.model.attaching import Attaching
+from services.engine.model.gpu_kv import GpuKvMemory
 from services.engine.model.overlap import Overlap
 from services.engine.server.migration import EngineMigration
 from services.engine.server.serving import Serving
@@ -72,7 +73,10 @@ R = TypeVar("R")
 
 
 def borrows_pages(start: EngineStart) -> bool:
-    """True if the KV cache takes its memory from the device's pages (ADR 0056)."""
+    """True if the KV cache takes its memory from a cpu device's pages (ADR 0056).
+
+    For a GPU, the weights' handle says so.
+    """
     return start.separate_memory
 
 
@@ -312,10 +316,13 @@ class Engine(InstanceProcess):
         log.info("accepting requests while weights arrive", extra={"instance": self._start.instance_id})
         return overlap
 
-    def _begin_borrowing(self) -> KvBorrowing:
-        """Borrow pages of the device for the KV cache, unless that has begun."""
+    def _begin_borrowing(self, memory: GpuKvMemory | None = None) -> KvBorrowing:
+        """Borrow pages of the device for the KV cache, unless that has begun.
+
+        `memory`: memory of the pages, on a GPU.
+        """
         if self._borrowing is None:
-            self._borrowing = KvBorrowing(self._start, self._settings.node_state)
+            self._borrowing = KvBorrowing(self._start, self._settings.node_state, memory)
         return self._borrowing
 
     async def _start_engine(self) -> None:
@@ -337,8 +344,8 @@ class Engine(InstanceProcess):
         if self._page is not None:
             self._batcher.meters.keep_in(self._page)
             self._serving.keep_meters(self._page)
-        if computable.runner is not None and borrows_pages(self._start):
-            self._begin_borrowing().serve(self._batcher, computable.block_bytes)
+        if computable.runner is not None and (borrows_pages(self._start) or computable.kv_memory is not None):
+            self._begin_borrowing(computable.kv_memory).serve(self._batcher, computable.block_bytes)
         if computable.runner is not None and self._start.stage is None:
             bind = partial(loading.bind_lora, computable)
             source = LoaderLoraSource(self._start.instance_id, self._weights, self._batcher, bind, self._files)

@@ -105,7 +105,9 @@ async def _serve(settings: LoaderSettings, stop: asyncio.Event, records: Records
         loader = await _adopting(
             settings, boot_id, records, pool, sharing, devices, memory, with_gpu=gpus is not None, takes_back=takes_back
         )
-        readers = LocalReaders(loader, SHM, f"socket-{uuid.uuid4().hex[:8]}", KvLending(separate))
+        readers = LocalReaders(
+            loader, SHM, f"socket-{uuid.uuid4().hex[:8]}", KvLending(lambda: devices.paged if devices is not None else {})
+        )
         async with listening(loader_socket(settings.node_state), readers), asyncio.TaskGroup() as tasks:
             ready = tasks.create_task(loader.keep_ready(), name="ready")
             touching = tasks.create_task(memory.run(loader.last_busy_at, loader.changed.set), name="pretouch")
@@ -124,7 +126,11 @@ def _gpus(settings: LoaderSettings, known: KnownUnits) -> Devices | None:
     if not has_driver():
         return None
     reuse_bytes = settings.cuda_reuse_bytes
-    open_device = gpu_devices(reuse_bytes, known, verify=settings.verify) if reuse_bytes is not None else with_arenas
+    open_device = (
+        gpu_devices(reuse_bytes, known, lends_kv=settings.cuda_lend_kv, verify=settings.verify)
+        if reuse_bytes is not None
+        else with_arenas
+    )
     return Devices(load_driver, partial(group_bytes, cache=settings.node_state / "loader" / "buses.json"), open_device)
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from pydantic import ValidationError
 
-from services.loader.adapters.descriptors import peer_process
+from services.loader.adapters.descriptors import peer_process, visible_process
 from shared.contracts.base import Message
 from shared.contracts.loader_socket import (
     BORROWER_LINE,
@@ -26,7 +26,7 @@ from shared.contracts.loader_socket import (
     SocketReturn,
     SocketShrink,
 )
-from shared.errors import InvalidRequest, NotFound
+from shared.errors import EngineFailed, InvalidRequest, NotFound
 from weights.store.lending import Borrower, Turn
 from weights.store.separate import SeparateDevice
 
@@ -54,12 +54,10 @@ class _Borrower:
 class KvLending:
     """The borrowers of all devices. Its methods run on the event loop."""
 
-    def __init__(self, devices: Mapping[str, SeparateDevice]) -> None:
-        self._devices = devices
+    def __init__(self, find_devices: Callable[[], Mapping[str, SeparateDevice]]) -> None:
+        """`find_devices` returns the devices with pages: GPUs are opened at their first use."""
+        self._find_devices = find_devices
         self._borrowers: dict[str, _Borrower] = {}
-        loop = asyncio.get_running_loop()
-        for device_id, device in devices.items():
-            device.lender.on_change = partial(self._on_change, loop, device_id)
 
     def _on_change(self, loop: asyncio.AbstractEventLoop, device_id: str) -> None:
         """Wake the device's borrowers, from any thread."""
@@ -75,14 +73,18 @@ class KvLending:
         """Serve a borrower until it disconnects and has unmapped its pages.
 
         Raises:
-            NotFound: The node has no such device with memory of its own.
+            NotFound: The node has no such device with memory of its own, or it lends nothing.
             InvalidRequest: A line is no demand or return.
+            EngineFailed: The device is a GPU, and the borrower's process is not visible.
         """
-        device = self._devices.get(ask.device)
-        if device is None:
-            raise NotFound(f"{ask.device} has no memory of its own on this node: see THAW_DEVICES")
+        device = self._find_devices().get(ask.device)
+        if device is None or not device.lends_kv:
+            raise NotFound(f"{ask.device} lends no pages on this node: see THAW_DEVICES, and THAW_CUDA_LEND_KV for GPUs")
+        device.lender.on_change = partial(self._on_change, asyncio.get_running_loop(), ask.device)
+        pid = visible_process(writer) if device.bus_id is not None else peer_process(writer)
         borrower = self._borrowers[name] = _Borrower(name, device)
-        device.lender.open(name, Borrower(ask.floor_pages, ask.instance_id, ask.model, peer_process(writer)))
+        known = Borrower(ask.floor_pages, ask.instance_id, ask.model, pid, ceiling=ask.ceiling_pages)
+        device.lender.open(name, known)
         log.info("lending pages to a KV cache", extra={"instance": ask.instance_id, "device": ask.device})
         is_stopping = False
         granting = asyncio.create_task(self._grant(borrower, writer), name=f"{name}-lending")
@@ -129,7 +131,11 @@ class KvLending:
             borrower.changed.clear()
             if (demand := borrower.demand) is not None:
                 wanted = Turn(demand.turn, demand.turn_pages) if demand.turn else None
-                pages = await asyncio.to_thread(lender.lend, borrower.name, demand.pages, wanted)
+                try:
+                    pages = await asyncio.to_thread(lender.lend, borrower.name, demand.pages, wanted)
+                except EngineFailed as e:  # its process has exited
+                    log.info("lending no more pages to a KV cache", extra={"borrower": borrower.name, "reason": e.message})
+                    return
                 turn = demand.turn if lender.has_turn(borrower.name) else 0
                 if pages or demand.number > borrower.answered or turn != borrower.sent_turn:
                     borrower.answered, borrower.sent_turn = demand.number, turn

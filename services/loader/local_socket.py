@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from services.loader.adapters.descriptors import open_again, peer_process, send_descriptors
+from services.loader.adapters.descriptors import open_again, send_descriptors, visible_process
 from services.loader.handlers import Loader
 from services.loader.kv_lending import KvLending
 from shared.contracts.base import Message
@@ -39,7 +39,7 @@ from shared.contracts.loader_socket import (
     SocketWatermark,
 )
 from shared.contracts.segment import ByteRange, PagesLayout, UnitPages
-from shared.errors import EngineFailed, InvalidRequest, NotFound, ThawError
+from shared.errors import InvalidRequest, NotFound, ThawError
 from shared.unix_sockets import short_address
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class LocalReaders:
                 await self._serve_units(ask, writer)
 
     async def _serve_units(self, ask: SocketMap, writer: asyncio.StreamWriter) -> None:
-        for units, export in self._loader.export_units(ask, _visible_process(writer)):
+        for units, export in self._loader.export_units(ask, visible_process(writer)):
             await _send_directly(writer, SocketDescriptors(units=units), export)
         await _send(writer, SocketComplete(loaded_bytes=0))
 
@@ -139,7 +139,7 @@ class LocalReaders:
         pid: int | None = None
         async for found in self._loader.follow(ask.instance_id, ask.weights_id):
             for layout in (a for a in found if isinstance(a, PagesLayout)):
-                pid = _visible_process(writer) if layout.bus_id is not None else None
+                pid = visible_process(writer) if layout.bus_id is not None else None
                 await _send_directly(writer, SocketPages(layout=layout))
             if ranges := tuple(a for a in found if isinstance(a, ByteRange)):
                 await _send(writer, SocketArrived(ranges=ranges))
@@ -152,13 +152,6 @@ class LocalReaders:
                 export = self._loader.export_arrived(ask, numbers, pid)
                 await _send_directly(writer, SocketDescriptors(units=numbers), export)
         await _send(writer, SocketComplete(loaded_bytes=0))
-
-
-def _visible_process(writer: asyncio.StreamWriter) -> int:
-    """Return the process that is connected. Raises `EngineFailed` if the loader cannot see it."""
-    if (pid := peer_process(writer)) is None:
-        raise EngineFailed("The engine's process is not visible to the loader: they must share the PID namespace")
-    return pid
 
 
 async def _send_directly(writer: asyncio.StreamWriter, message: Message, export: Callable[[], Sequence[int]] = lambda: ()) -> None:

@@ -56,6 +56,11 @@ class LoaderSettings(NodeSettings):
         "those on each GPU, which the sizes in THAW_DEVICES have to leave free. Not yet run on a GPU. By default each load has memory of its own "
         "there, until its last instance ends.",
     )
+    cuda_lend_kv: bool = Field(
+        default=False,
+        description="Lend pages of GPUs that keep units (THAW_CUDA_REUSE_BYTES) to the KV caches of builtin engines, which grow and shrink as on "
+        "cpu devices with memory of their own. Not yet run on a GPU. By default each instance there books its whole cache.",
+    )
     pretouch: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Touch the free memory of a virtual machine once after boot, in the background at idle priority, and give it back: the host has "

@@ -40,9 +40,12 @@ An engine on a device with memory of its own borrows pages for its KV cache:
 Engines that lack pages for any sequence ask for a turn. One of them has it at a time, in the order
 in which they asked: its `turn_pages` are as safe as its floor, and others return pages for them.
 
-The engine maps lent pages without access (a mark in /proc/PID/maps, which no kill can leave behind)
-and uses as much memory of its own. Pages are taken back when the engine has unmapped and returned
-them, or when the connection is closed and no process maps them.
+On a GPU the engine allocates as much memory itself, and returns pages when it has released that
+memory. Pages that it has not returned are taken back when its process has exited (ADR 0107).
+
+Elsewhere the engine maps lent pages without access (a mark in /proc/PID/maps, which no kill can
+leave behind) and uses as much memory of its own. Pages are taken back when the engine has unmapped
+and returned them, or when the connection is closed and no process maps them.
 """
 
 from __future__ import annotations
@@ -184,6 +187,7 @@ class SocketBorrow(Message):
     device: str
     instance_id: str
     floor_pages: int = Field(ge=0, description="Booked pages: the loader does not ask for them back.")
+    ceiling_pages: int | None = Field(default=None, ge=0, description="The most pages that the cache may have; None: unknown.")
     model: str = Field(default="", description="Name of the instance's model.")
 
 
@@ -200,14 +204,17 @@ class SocketDemand(Message):
 
 
 class SocketReturn(Message):
-    """The engine has freed and unmapped these pages."""
+    """The engine has freed and unmapped these pages, or does not take them."""
 
     kind: Literal["return"] = "return"
     pages: tuple[int, ...]
 
 
 class SocketBorrowing(Message):
-    """The engine may send demands. `file`: the device's pages under /dev/shm, of `total_pages`."""
+    """The engine may send demands.
+
+    `file`: the device's pages under /dev/shm, of `total_pages`; empty on a GPU.
+    """
 
     kind: Literal["borrowing"] = "borrowing"
     file: str

@@ -128,6 +128,7 @@ class PagesLayout(Frozen):
     bus_id: str | None = Field(
         default=None, description="As of `CudaIpcHandle`: the units are a GPU's, each with a descriptor; None: pages of `file`."
     )
+    lends_kv: bool = Field(default=False, description="KV caches borrow pages of the device.")
 
 
 class UnitPages(Frozen):
@@ -163,6 +164,7 @@ class GpuUnitsHandle(Frozen):
     nbytes: int = Field(description="Length of the mapped range.")
     bus_id: str
     units: tuple[MappedUnit, ...] = Field(description="In the order of their offsets. They hold every tensor.")
+    lends_kv: bool = Field(default=False, description="KV caches borrow pages of the device.")
 
 
 ArenaHandle = Annotated[SharedMemoryHandle | CudaIpcHandle | PagesHandle | GpuUnitsHandle, Field(discriminator="kind")]

@@ -58,6 +58,8 @@ class FakeVirtualMemory:
         self.handles: dict[Allocation, int] = {}
         self._total_bytes, self._devices = total_bytes, devices
         self._created: dict[int, tuple[int, int]] = {}
+        self._private: set[Allocation] = set()
+        self._in_use: list[tuple[int, int]] = []
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
 
@@ -70,7 +72,7 @@ class FakeVirtualMemory:
 
     # -- allocations -------------------------------------------------------------------------------
 
-    def create(self, device: int, nbytes: int) -> Allocation:
+    def create(self, device: int, nbytes: int, *, exportable: bool = True) -> Allocation:
         self._check_device("cuMemCreate", device)
         self._check_sizes("cuMemCreate", nbytes)
         with self._lock:
@@ -80,17 +82,24 @@ class FakeVirtualMemory:
             fd = os.memfd_create(f"{_MEMFD}-{device}", os.MFD_CLOEXEC)
             os.ftruncate(fd, nbytes)
             self._created[os.fstat(fd).st_ino] = (device, nbytes)
-            return self._add(fd)
+            handle = self._add(fd)
+            if not exportable:
+                self._private.add(handle)
+            return handle
 
     def release(self, allocation: Allocation) -> None:
         with self._lock:
             if allocation not in self.handles:
                 raise _invalid("cuMemRelease", f"{allocation} is no handle")
             os.close(self.handles.pop(allocation))
+            self._private.discard(allocation)
 
     def export_descriptor(self, allocation: Allocation) -> int:
         with self._lock:
-            return os.dup(self._fd("cuMemExportToShareableHandle", allocation))
+            descriptor = self._fd("cuMemExportToShareableHandle", allocation)
+            if allocation in self._private:
+                raise _invalid("cuMemExportToShareableHandle", "the allocation was not created for export")
+            return os.dup(descriptor)
 
     def import_descriptor(self, descriptor: int) -> Allocation:
         with contextlib.suppress(OSError):
@@ -155,6 +164,8 @@ class FakeVirtualMemory:
             found = self.mappings.get(address)
             if found is None or found.nbytes != nbytes:
                 raise _invalid("cuMemUnmap", "no mapping has this address and size")
+            if any(a < address + nbytes and address < a + n for a, n in self._in_use):
+                raise _invalid("cuMemUnmap", "work that was issued may still use the memory")
             _mmap(address, nbytes, -1)
             del self.mappings[address]
 
@@ -173,6 +184,16 @@ class FakeVirtualMemory:
                 rights = mmap.PROT_READ | (mmap.PROT_WRITE if "rw" in mapping.access.values() else 0)
                 if _libc.mprotect(at, mapping.nbytes, rights):
                     raise _invalid("cuMemSetAccess", os.strerror(ctypes.get_errno()))
+
+    def issue(self, address: int, nbytes: int) -> None:
+        """Take note of work that uses a range until `synchronize`. Unmapping it is an error."""
+        with self._lock:
+            self._in_use.append((address, nbytes))
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+        with self._lock:
+            self._in_use.clear()
 
     def can_access(self, address: int, nbytes: int, *, writable: bool, device: int = 0) -> bool:
         """True if the device may read, or write, the whole range."""

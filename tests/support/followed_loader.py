@@ -83,7 +83,7 @@ class FollowedLoader(FakeLoader):
 
     def _open_separate(self) -> SeparateDevice:
         device = SeparateDevice("cpu:1", self._pages, f"thaw-test-followed-{self.segment.name}-{next(_names)}")
-        self._lending = KvLending({"cpu:1": device})
+        self._lending = KvLending(lambda: {"cpu:1": device})
         return device
 
     def _open_gpu(self) -> GpuDevice:

@@ -16,14 +16,16 @@ from pathlib import Path
 
 import torch
 
-from services.engine.model import gpu_units
+from services.engine.model import gpu_kv, gpu_units
 from shared.contracts.segment import GpuUnitsHandle
 from tests.support.fake_virtual_memory import GRANULARITY, FakeVirtualMemory
+
+_memory = FakeVirtualMemory(2048 * GRANULARITY)
 
 
 @contextmanager
 def gpu_memory(_: str) -> Iterator[tuple[FakeVirtualMemory, torch.device]]:
-    yield FakeVirtualMemory(GRANULARITY), torch.device("cpu")
+    yield _memory, torch.device("cpu")
 
 
 def see_as_bytes(address: int, nbytes: int, _: torch.device) -> tuple[torch.Tensor, object]:
@@ -34,7 +36,8 @@ def see_as_bytes(address: int, nbytes: int, _: torch.device) -> tuple[torch.Tens
 def install() -> None:
     """Let this process map units of the stand-in."""
     setattr(gpu_units, "gpu_memory", gpu_memory)  # noqa: B010  # of this process alone; mypy refuses an assignment
-    setattr(gpu_units, "see_as_bytes", see_as_bytes)  # noqa: B010
+    for module in (gpu_units, gpu_kv):
+        setattr(module, "see_as_bytes", see_as_bytes)  # noqa: B010
 
 
 def main(path: str, instance_id: str, weights_id: str, kind: str = "stand-in") -> None:

@@ -35,8 +35,8 @@ class CudaVirtualMemory:
         minimum = self._cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self._call(self._cu.cuMemGetAllocationGranularity, self._properties(device), minimum))
 
-    def create(self, device: int, nbytes: int) -> Allocation:
-        return Allocation(int(self._call(self._cu.cuMemCreate, nbytes, self._properties(device), 0)))
+    def create(self, device: int, nbytes: int, *, exportable: bool = True) -> Allocation:
+        return Allocation(int(self._call(self._cu.cuMemCreate, nbytes, self._properties(device, exportable=exportable), 0)))
 
     def release(self, allocation: Allocation) -> None:
         self._call(self._cu.cuMemRelease, allocation)
@@ -67,12 +67,13 @@ class CudaVirtualMemory:
         access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if writable else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
         self._call(self._cu.cuMemSetAccess, address, nbytes, [access], 1)
 
-    def _properties(self, device: int) -> Any:
-        """Return the properties of memory on the device that can be exported by descriptor."""
+    def _properties(self, device: int, *, exportable: bool = True) -> Any:
+        """Return the properties of memory on the device. `exportable`: by descriptor."""
         found = self._cu.CUmemAllocationProp()
         found.type = self._cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         found.location = self._location(device)
-        found.requestedHandleTypes = self._descriptor
+        if exportable:
+            found.requestedHandleTypes = self._descriptor
         return found
 
     def _location(self, device: int) -> Any:

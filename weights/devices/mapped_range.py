@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shared.errors import DeviceFailed
 from weights.devices.virtual_memory import Allocation, VirtualMemory
 
@@ -43,6 +45,28 @@ class MappedRange:
             self._memory.unmap(at, nbytes)
             raise
         self._mapped[at] = nbytes
+
+    def map_writable(self, start: int, nbytes: int, allocations: Sequence[Allocation]) -> None:
+        """Map allocations of `nbytes` each, one after the other from byte `start` on.
+
+        Raises:
+            DeviceFailed: The driver failed. None of them is mapped then.
+        """
+        end = start + nbytes * len(allocations)
+        if start < 0 or end > self.nbytes:
+            raise DeviceFailed(f"bytes {start} to {end} are outside a range of {self.nbytes} bytes")
+        done: list[int] = []
+        try:
+            for at, allocation in zip(range(self.address + start, self.address + end, nbytes), allocations, strict=True):
+                self._memory.map(at, nbytes, allocation)
+                done.append(at)
+            if done:
+                self._memory.set_access(self.address + start, end - start, self._device, writable=True)
+        except BaseException:
+            for at in done:
+                self._memory.unmap(at, nbytes)
+            raise
+        self._mapped |= dict.fromkeys(done, nbytes)
 
     def map_descriptor(self, start: int, nbytes: int, descriptor: int) -> None:
         """Map another process's allocation read-only. The caller closes the descriptor.

@@ -33,8 +33,11 @@ class VirtualMemory(Protocol):
         """Return the number of bytes of which sizes and addresses on the device are multiples."""
         ...
 
-    def create(self, device: int, nbytes: int) -> Allocation:
-        """Allocate physical memory that can be exported. It has no address yet."""
+    def create(self, device: int, nbytes: int, *, exportable: bool = True) -> Allocation:
+        """Allocate physical memory, which has no address yet.
+
+        `exportable`: other processes can import it.
+        """
         ...
 
     def release(self, allocation: Allocation) -> None:

@@ -33,6 +33,8 @@ class ArenaOwner(Protocol):
 
     @property
     def bus_id(self) -> str | None: ...
+    @property
+    def lends_kv(self) -> bool: ...
 
     def handle_of(self, arena: PagedArena) -> PagesHandle | GpuUnitsHandle: ...
     def pages_of(self, arena: PagedArena, indexes: Sequence[int]) -> tuple[UnitPages, ...]: ...
@@ -149,7 +151,14 @@ class PagedArena:
             MappedUnit(offset=u.offset, nbytes=u.nbytes, start=start) for u, start in zip(self.units, places.starts, strict=True)
         )
         device = self._device
-        return PagesLayout(device=device.device_id, nbytes=places.nbytes, file=device.file, units=units, bus_id=device.bus_id)
+        return PagesLayout(
+            device=device.device_id,
+            nbytes=places.nbytes,
+            file=device.file,
+            units=units,
+            bus_id=device.bus_id,
+            lends_kv=device.lends_kv,
+        )
 
     def handle(self) -> PagesHandle | GpuUnitsHandle | None:
         with self._device.changed:

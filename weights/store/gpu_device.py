@@ -33,7 +33,8 @@ class GpuDevice(SeparateDevice):
     """The units on one GPU.
 
     Engines on a GPU allocate memory that is not the store's. So at most `reuse_bytes` of units
-    without an instance stay: this much has to be left out of what instances may book.
+    without an instance stay: this much has to be left out of what instances may book. KV caches may
+    borrow pages, which are then an account of memory that the engines allocate (ADR 0107).
     """
 
     def __init__(
@@ -45,15 +46,24 @@ class GpuDevice(SeparateDevice):
         pins: Pins,
         *,
         reuse_bytes: int,
+        lends_kv: bool = False,
         verify: bool = False,
         known: KnownUnits | None = None,
     ) -> None:
-        """Open the device. `pins`: page-locked host memory; the other arguments as there.
+        """Open the device.
+
+        Args:
+            pins: Page-locked host memory.
+            reuse_bytes: The most bytes of units without an instance.
+            lends_kv: Lend pages to KV caches (ADR 0107).
+
+        The other arguments are as there.
 
         Raises:
             DeviceFailed: The GPU has no memory that can be exported.
         """
         self._driver, self._facts, self._pins, self._reuse_pages = driver, facts, pins, reuse_bytes // PAGE_BYTES
+        self._lends_kv = lends_kv
         self._units = GpuMemory(driver, virtual_memory, facts.index, pins)
         super().__init__(
             f"cuda:{facts.index}",
@@ -78,13 +88,23 @@ class GpuDevice(SeparateDevice):
     def bus_id(self) -> str:
         return self._facts.bus_id
 
+    @property
+    def lends_kv(self) -> bool:
+        return self._lends_kv
+
     def pages_of(self, arena: PagedArena, indexes: Sequence[int]) -> tuple[UnitPages, ...]:
         """Return these units without extents: engines map them by descriptor."""
         return tuple(UnitPages(unit=i, extents=()) for i in indexes)
 
     def handle_of(self, arena: PagedArena) -> GpuUnitsHandle:
         layout = arena.layout()
-        return GpuUnitsHandle(device=layout.device, nbytes=layout.nbytes, bus_id=self._facts.bus_id, units=layout.units)
+        return GpuUnitsHandle(
+            device=layout.device,
+            nbytes=layout.nbytes,
+            bus_id=self._facts.bus_id,
+            units=layout.units,
+            lends_kv=self._lends_kv,
+        )
 
     def allocate(self, place: Place, priority: Priority = Priority.REQUEST) -> PagedArena:
         arena = super().allocate(place, priority)
@@ -138,28 +158,42 @@ class GpuDevice(SeparateDevice):
         """Return how the pages are used now. Those that others have the memory of do not count."""
         used = super().pages()
         others = min(self._others_bytes, used.free_bytes) // PAGE_BYTES * PAGE_BYTES
-        return replace(used, total_bytes=used.total_bytes - others, free_bytes=used.free_bytes - others, is_lending=False)
+        return replace(used, total_bytes=used.total_bytes - others, free_bytes=used.free_bytes - others)
 
     def audit_mapped(self) -> Audit:
         self._measure_others()
         return super().audit_mapped()
 
     def _measure_others(self) -> None:
-        """Measure what others have allocated on the device: engines, and CUDA itself. Blocks."""
+        """Measure what others have allocated on the device: engines, and CUDA itself. Blocks.
+
+        Engines have allocated the memory of all lent pages, but for messages on their way.
+        """
         with contextlib.suppress(DeviceFailed):  # of a broken context, which the next copy reports
-            before = self._units.allocated_bytes()
+            before = self._own_bytes()
             self._driver.use(self._facts.index)
             in_use = self._facts.total_bytes - self._driver.free_bytes()
             # Other threads of the loader allocate and free units meanwhile.
-            self._others_bytes = max(0, in_use - max(before, self._units.allocated_bytes()))
+            self._others_bytes = max(0, in_use - max(before, self._own_bytes()))
+
+    def _own_bytes(self) -> int:
+        """Return the bytes of all units, and of lent pages."""
+        return self._units.allocated_bytes() + self.store().lent_pages * PAGE_BYTES
 
 
 def gpu_devices(
-    reuse_bytes: int, known: KnownUnits, *, verify: bool = False, load: Callable[[], VirtualMemory] = load_virtual_memory
+    reuse_bytes: int,
+    known: KnownUnits,
+    *,
+    lends_kv: bool = False,
+    verify: bool = False,
+    load: Callable[[], VirtualMemory] = load_virtual_memory,
 ) -> Callable[[CudaDriver, DeviceFacts, int, Pins], GpuDevice]:
     """Return the function that opens GPUs whose units outlive their instances."""
 
     def open_device(driver: CudaDriver, facts: DeviceFacts, group_bytes: int, pins: Pins) -> GpuDevice:
-        return GpuDevice(driver, load(), facts, group_bytes, pins, reuse_bytes=reuse_bytes, verify=verify, known=known)
+        return GpuDevice(
+            driver, load(), facts, group_bytes, pins, reuse_bytes=reuse_bytes, lends_kv=lends_kv, verify=verify, known=known
+        )
 
     return open_device

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -70,6 +70,7 @@ class GpuMemory:
         self._lock = threading.Lock()
         self._by_page: dict[int, _Unit] = {}
         self._receivers: Receivers[_Unit] = Receivers()
+        self._borrowers: Receivers[int] = Receivers()
 
     def bind(self, node: int) -> bool:
         """Return False: a GPU has its own memory, and no NUMA node."""
@@ -182,23 +183,46 @@ class GpuMemory:
         with self._lock:
             return len(self._by_page) * PAGE_BYTES
 
+    def claim(self, pages: Sequence[int], pid: int | None) -> None:
+        """Count lent pages as mapped by a process until `unclaim`, or its exit.
+
+        The process allocates the memory of these pages itself (ADR 0107).
+
+        Raises:
+            EngineFailed: There is no such process, or it is not visible.
+        """
+        with self._lock:
+            try:
+                if pid is None:
+                    raise ProcessLookupError
+                self._borrowers.add(pid, *pages)
+            except ProcessLookupError as e:
+                raise EngineFailed(f"Process {pid} has exited, or is in another PID namespace; share it with the loader") from e
+
+    def unclaim(self, pages: Sequence[int]) -> None:
+        """End the claims to pages that their borrower has returned."""
+        with self._lock:
+            self._borrowers.forget(frozenset(pages))
+
     def mapped_among(self, pages: Iterable[int]) -> frozenset[int]:
         """Return those of the pages that other processes may map."""
         wanted = frozenset(pages)
         with self._lock:
             units = {self._by_page[page] for page in wanted if page in self._by_page}
-            return frozenset(page for unit in units if self._receivers.list_processes(unit) for page in unit.pages) & wanted
+            mapped = frozenset(page for unit in units if self._receivers.list_processes(unit) for page in unit.pages)
+            return (mapped & wanted) | (self._borrowers.mappers().keys() & wanted)
 
     def mapped_by_others(self) -> dict[int, list[int]]:
         """Return the pages that other processes may map, and these processes."""
         with self._lock:
             mappers = {unit: self._receivers.list_processes(unit) for unit in set(self._by_page.values())}
-            return {page: pids for unit, pids in mappers.items() if pids for page in unit.pages}
+            return {page: pids for unit, pids in mappers.items() if pids for page in unit.pages} | self._borrowers.mappers()
 
     def close(self, *, unlink: bool = False) -> None:
         """Free all memory, whatever `unlink` says. Engines keep what they map."""
         with self._lock, suppress(DeviceFailed):  # what a broken context keeps goes with the process
             self._receivers.close()
+            self._borrowers.close()
             self._driver.use(self._index)
             self._drop(frozenset(self._by_page))
             for stream in (self._stream, self._peer_stream):

@@ -59,6 +59,8 @@ class Borrower:
         model: Name of the instance's model; empty: unknown.
         pid: The process that maps the pages; None: unknown.
         wanted: Total number of pages that the borrower asks for.
+        ceiling: The most pages that the cache may have, of which all caches share the part beyond
+            their floors; None: unknown.
         is_open: True while the borrower is connected. A process may still map the pages of a
             disconnected one.
     """
@@ -69,6 +71,7 @@ class Borrower:
     pid: int | None = None
     wanted: int = 0
     is_open: bool = True
+    ceiling: int | None = None
 
 
 class LendingDevice(Protocol):
@@ -88,12 +91,15 @@ class Lender:
     """Pages lent from one device. Methods may be called from any thread.
 
     Attributes:
+        is_limited: The lender lends no more than is booked for KV caches: free pages may be booked
+            for something else (ADR 0107).
         on_change: Called when pages may have become free or a load needs pages, in any thread, with
             the device's lock held.
     """
 
     device: LendingDevice
     memory: UnitMemory
+    is_limited: bool = False
     on_change: Callable[[], None] = lambda: None
     _borrowers: dict[str, Borrower] = field(default_factory=dict)
     _turns: dict[str, Turn] = field(default_factory=dict)
@@ -123,6 +129,9 @@ class Lender:
 
         Returns:
             The additional pages.
+
+        Raises:
+            EngineFailed: The device is a GPU, and the borrower's process has exited.
         """
         with self.device.changed:
             self._note_turn(borrower, turn)
@@ -137,13 +146,15 @@ class Lender:
                 return ()
             keep = self.device.keep() if more > len(store.free) else keep_none
             store = self.device.store()  # pages of earlier loaders may be free now
-            more = lendable_pages(store, more, keep)
+            more = min(lendable_pages(store, more, keep), self._count_unlent_bookings())
             self._note_lacking(borrower, len(had) + more, wanted)
             found = lend(store, borrower, more, self.device.cost(), keep) if more > 0 else None
             if found is None:
                 return ()
             store, reclaimed = found
             granted = store.lent[borrower][len(had) :]
+            known = self._borrowers.get(borrower)
+            self.memory.claim(granted, known.pid if known is not None else None)
             self.memory.free(granted)
             self.device.replace_store(store)
         if reclaimed:
@@ -166,6 +177,14 @@ class Lender:
         floors = {name: b.floor for name, b in self._borrowers.items() if b.is_open}
         return {b: max(floor, self._turns[b].pages) if b == first else floor for b, floor in floors.items()}
 
+    def _count_unlent_bookings(self) -> int:
+        """Return how many more pages may be lent: all floors and the largest growth are booked."""
+        if not self.is_limited:
+            return self.device.store().count
+        known = [b for b in self._borrowers.values() if b.is_open]
+        growth = max((b.ceiling - b.floor for b in known if b.ceiling is not None), default=0)
+        return max(0, sum(b.floor for b in known) + max(0, growth) - self.device.store().lent_pages)
+
     def _change(self, borrower: str, **values: Any) -> None:
         if borrower in self._borrowers:
             self._borrowers[borrower] = replace(self._borrowers[borrower], **values)
@@ -181,12 +200,16 @@ class Lender:
     def take_back(self, borrower: str, pages: Collection[int] | None = None) -> int:
         """Take back `pages` (None: all) that no process maps.
 
+        Where mappings cannot be seen, returned pages are free on the borrower's word.
+
         Returns:
             The number of pages that `borrower` still has.
         """
         with self.device.changed:
             had = self.device.store().lent.get(borrower, ())
             chosen = had if pages is None else [p for p in had if p in pages]
+            if pages is not None:
+                self.memory.unclaim(chosen)
             mapped = self.memory.mapped_among(chosen)
             returned = [p for p in chosen if p not in mapped]
             if returned:

@@ -49,6 +49,18 @@ class UnitMemory(Protocol):
         """Free the memory of pages that are in no unit. Returns the number of freed bytes."""
         ...
 
+    def claim(self, pages: Sequence[int], pid: int | None) -> None:
+        """Count lent pages as mapped by a process, where mappings cannot be seen.
+
+        Raises:
+            EngineFailed: Mappings cannot be seen, and there is no such process.
+        """
+        ...
+
+    def unclaim(self, pages: Sequence[int]) -> None:
+        """End the claims to pages that their borrower has returned."""
+        ...
+
     def mapped_among(self, pages: Iterable[int]) -> frozenset[int]:
         """Return those of the pages that other processes map."""
         ...
@@ -146,6 +158,12 @@ class PageMemory:
     def allocated_bytes(self) -> int:
         """Return the bytes of memory that the file uses."""
         return self._pool.count_allocated()
+
+    def claim(self, pages: Sequence[int], pid: int | None) -> None:
+        """Do nothing: the borrower maps the pages, and locks show that."""
+
+    def unclaim(self, pages: Sequence[int]) -> None:
+        """Do nothing: the borrower has unmapped the pages, or locks show that it has not."""
 
     def mapped_among(self, pages: Iterable[int]) -> frozenset[int]:
         """Return those of the pages that other processes map."""

@@ -101,7 +101,7 @@ class SeparateDevice:
         self._pacers: dict[str, Pacer] = {}
         self._from_peers = PeerThread(self, self._memory, self._arenas, self._pacers, verify=verify, clock=clock)
         self._readers = 0
-        self.lender = Lender(self, self._memory)
+        self.lender = Lender(self, self._memory, is_limited=self.bus_id is not None)
 
     @property
     def device_id(self) -> str:
@@ -116,6 +116,11 @@ class SeparateDevice:
     def bus_id(self) -> str | None:
         """Return the PCI bus id of a GPU; None for any other device."""
         return None
+
+    @property
+    def lends_kv(self) -> bool:
+        """True if KV caches borrow pages of the device."""
+        return True
 
     @property
     def changed(self) -> threading.Condition:
@@ -418,7 +423,8 @@ class SeparateDevice:
             ]
         on_peers = bytes_on_peers(self._from_peers.complete_units(), store, self._known)
         weights = residency(store, self._known, loading, on_peers)
-        return replace(used, weights=weights, kv=kv, paced_bytes_per_second=self.paced_bytes_per_second, numa_node=self._numa_node)
+        used = replace(used, weights=weights, kv=kv, is_lending=self.lends_kv)
+        return replace(used, paced_bytes_per_second=self.paced_bytes_per_second, numa_node=self._numa_node)
 
     def snapshot(self) -> Snapshot:
         """Return the records of this moment, for an audit."""

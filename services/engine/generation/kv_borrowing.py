@@ -9,31 +9,47 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from services.engine.domain.elastic_kv import Demand, Lease
 from services.engine.generation.batcher import Batcher
-from services.engine.generation.kv_pages import KvPages
+from services.engine.generation.kv_pages import KvPages, PageMemory
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader_socket import loader_socket
-from weights.kv_lease import PAGE_BYTES, KvLease, Lent, Shrink
+from weights.kv_lease import PAGE_BYTES, KvLease, Lent, LentMemory, Shrink
+
+
+class GpuPages(PageMemory, LentMemory, Protocol):
+    """Memory of lent pages on a GPU, for the lease and the batcher."""
 
 
 class KvBorrowing:
     """Borrows pages for one engine. Used on the event loop."""
 
-    def __init__(self, start: EngineStart, node_state: Path) -> None:
+    def __init__(self, start: EngineStart, node_state: Path, memory: GpuPages | None = None) -> None:
         """Begin to borrow the booked pages.
 
         Args:
             start: The engine's start; its device has memory of its own.
             node_state: State directory of the node.
+            memory: Memory of the pages, on a GPU; None: sequences allocate it.
         """
+        self._memory = memory
         self._ceiling_bytes = start.kv_bytes
         booked = start.kv_floor_bytes
         self._floor_pages = _count_pages(self._ceiling_bytes if booked is None else min(self._ceiling_bytes, booked))
         self._events = _KeptEvents()
         path, device, model = loader_socket(node_state), start.device, start.card.name
-        self.lease = KvLease(path, device, start.instance_id, self._floor_pages, self._events.deliver, model=model)
+        self.lease = KvLease(
+            path,
+            device,
+            start.instance_id,
+            self._floor_pages,
+            self._events.deliver,
+            ceiling_pages=_count_pages(self._ceiling_bytes),
+            model=model,
+            memory=memory,
+        )
 
     def serve(self, batcher: Batcher, block_bytes: int) -> None:
         """Give the pages to a batcher, before it runs.
@@ -43,7 +59,7 @@ class KvBorrowing:
         """
         floor, ceiling = self._floor_pages, _count_pages(self._ceiling_bytes)
         lease = Lease(floor, ceiling, block_bytes, PAGE_BYTES, asked=Demand(floor))
-        batcher.borrow(KvPages(lease, self.lease, self._ceiling_bytes // block_bytes))
+        batcher.borrow(KvPages(lease, self.lease, self._ceiling_bytes // block_bytes, self._memory))
 
         def deliver(event: Lent | Shrink) -> None:
             if isinstance(event, Lent):

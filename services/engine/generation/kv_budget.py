@@ -128,5 +128,6 @@ class KvBudget:
         if (pages := self._pages) is None:
             self.limits = replace(self.limits, kv_blocks=self._granted)
             return
+        pages.keep_for_others(self._granted)
         blocks, guaranteed = pages.blocks(self._granted), pages.guaranteed_blocks(self._granted)
         self.limits = replace(self.limits, kv_blocks=blocks, guaranteed_blocks=guaranteed)

@@ -2,18 +2,20 @@
 
 A layer's keys and values are head-major, [2, heads, tokens, head_dim], because the CPU's attention
 reads them fastest so (ADR 0056). On the CPU the addresses for the longest context are reserved at
-once, and memory is used as the sequence grows. `services.engine.domain.step_planning` counts every
+once, and memory is used as the sequence grows. On a GPU that lends pages, all layers of a token are
+together (`services.engine.model.gpu_kv`). `services.engine.domain.step_planning` counts every
 block that a sequence may take before a step runs.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +23,27 @@ from services.engine.domain.step_planning import BLOCK_TOKENS
 from services.engine.generation.kv_memory import PAGE, reserve
 
 log = logging.getLogger(__name__)
+
+
+class Range(Protocol):
+    """Addresses of one sequence, to which memory is mapped as it grows.
+
+    - `cover` maps memory for the first `tokens` tokens.
+    - `layer` returns a layer's keys and values: [2, heads, tokens of the context, width]. What has
+      no memory must not be touched.
+    """
+
+    def cover(self, tokens: int) -> None: ...
+    def layer(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> torch.Tensor: ...
+
+
+class RangeMemory(Protocol):
+    """The source of ranges, to which they return when their sequence ends."""
+
+    @property
+    def block_bytes(self) -> int: ...
+    def take(self) -> Any: ...
+    def take_back(self, found: Any) -> None: ...
 
 
 def _whole_blocks(tokens: int) -> int:
@@ -33,14 +56,16 @@ class SequenceKV:
     Its memory is freed with the last reference to it.
     """
 
-    def __init__(self, context: int = 0) -> None:
+    def __init__(self, context: int = 0, memory: RangeMemory | None = None) -> None:
         """Create an empty cache.
 
         Args:
-            context: Most tokens that the sequence may have. A longer one, or one on a GPU, is
-                copied when it grows beyond its last block.
+            context: Most tokens that the sequence may have. A longer one, or one on a GPU without
+                `memory`, is copied when it grows beyond its last block.
+            memory: Has memory for the keys and values; None: torch has.
         """
-        self._context = context
+        self._context, self._memory = context, memory
+        self._range: Range | None = None
         self._layers: dict[int, torch.Tensor] = {}
         self._length = 0
 
@@ -54,16 +79,29 @@ class SequenceKV:
             All keys and values of the layer up to the new ones.
         """
         end = start + keys.shape[2]
+        if self._range is not None:
+            self._range.cover(end)
         held = self._layers.get(layer)
         if held is None or held.shape[2] < end:
-            held = self._layers[layer] = self._grow(held, start, end, keys)
+            held = self._layers[layer] = self._grow(layer, held, start, end, keys)
         self._length = end
         held[:1, :, start:end] = keys
         held[1:, :, start:end] = values
         return held[:1, :, :end], held[1:, :, :end]
 
-    def _grow(self, held: torch.Tensor | None, start: int, end: int, new: torch.Tensor) -> torch.Tensor:
+    def _cover(self, memory: RangeMemory, end: int) -> Range:
+        """Return the range of the sequence, with memory for its first `end` tokens."""
+        if self._range is None:
+            found = memory.take()
+            weakref.finalize(self, memory.take_back, found).atexit = False
+            self._range = found
+            found.cover(end)
+        return self._range
+
+    def _grow(self, layer: int, held: torch.Tensor | None, start: int, end: int, new: torch.Tensor) -> torch.Tensor:
         heads, width = new.shape[1], new.shape[3]
+        if self._memory is not None:
+            return self._cover(self._memory, end).layer(layer, heads, width, new.dtype)
         grown = None
         if new.device.type == "cpu" and end <= self._context:
             grown = _reserve((2, heads, _whole_blocks(self._context), width), new.dtype)
@@ -87,6 +125,8 @@ class SequenceKV:
     def nbytes(self) -> int:
         """Bytes of memory for its blocks."""
         tokens = _whole_blocks(self._length)
+        if self._memory is not None:
+            return tokens // BLOCK_TOKENS * self._memory.block_bytes
         return sum(2 * t.shape[1] * _whole_pages(tokens * t.shape[3] * t.itemsize) for t in self._layers.values())
 
 

@@ -19,17 +19,30 @@ class Lender(Protocol):
     def give_back(self, pages: int) -> None: ...
 
 
+class PageMemory(Protocol):
+    """Memory that the engine has for each lent page, on a GPU.
+
+    - `remove` releases the memory of pages that are about to be returned.
+    - `keep_for_others` has no memory for so many of the pages, as LoRA adapters have it.
+    """
+
+    def remove(self, pages: int) -> None: ...
+    def keep_for_others(self, pages: int) -> None: ...
+
+
 @dataclass
 class KvPages:
     """The lease of this engine, and its lender.
 
     Attributes:
         ceiling_blocks: Blocks of the whole KV cache, with what LoRA adapters take of it.
+        memory: Memory of the pages; None: sequences allocate and free it.
     """
 
     lease: Lease
     lender: Lender
     ceiling_blocks: int
+    memory: PageMemory | None = None
 
     def blocks(self, granted: int) -> int:
         """Return the blocks that sequences may use.
@@ -54,8 +67,7 @@ class KvPages:
         self.lease = found.lease
         if found.ask is not None:
             self._ask(found.ask)
-        if found.give_back:
-            self.lender.give_back(found.give_back)
+        self.release(found.give_back)
 
     def on_lent(self, more: int, *, is_answer: bool, turn: int | None) -> None:
         self.lease = add_lent(self.lease, more, is_answer=is_answer, turn=turn)
@@ -68,7 +80,18 @@ class KvPages:
 
     def release(self, pages: int) -> None:
         if pages:
+            if self.memory is not None:
+                self.memory.remove(pages)
             self.lender.give_back(pages)
+
+    def keep_for_others(self, granted: int) -> None:
+        """Have no memory for what LoRA adapters take of the cache.
+
+        Args:
+            granted: Blocks of the whole cache that they leave.
+        """
+        if self.memory is not None:
+            self.memory.keep_for_others(self.lease.pages_for(self.ceiling_blocks - granted))
 
     def _ask(self, demand: Demand) -> None:
         self.lender.demand(demand.pages, demand.turn, demand.turn_pages)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from services.engine.generation.kv_cache import PackedBatch, PackedCache, SequenceKV, Slice, packed
+from services.engine.generation.kv_cache import PackedBatch, PackedCache, RangeMemory, SequenceKV, Slice, packed
 from services.engine.generation.lora_layers import LoraAdapter, LoraSpan, LoraSpans, PatchedLayers, apply_lora
 
 WARM_UP = (1, 1)
@@ -72,6 +72,8 @@ class PackedRunner:
         self._model = model
         self._device = device
         self._context = context
+        self.kv_memory: RangeMemory | None = None
+        """Memory of further states; None: torch allocates it."""
         self._patched = PatchedLayers(model)
 
     @property
@@ -79,7 +81,7 @@ class PackedRunner:
         return self._device
 
     def new_state(self) -> SequenceKV:
-        return SequenceKV(self._context)
+        return SequenceKV(self._context, self.kv_memory)
 
     def warm_up(self) -> SequenceKV:
         """Compute a few tokens, and return their state."""

@@ -23,10 +23,11 @@ from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import WARM_UP, PackedRunner, Row, Runner, SequentialRunner
 from services.engine.loader_client import LoaderClient, holder_of
-from services.engine.model import checkpoint, device_segment, gpu_units
+from services.engine.model import checkpoint, device_segment, gpu_kv, gpu_units
 from services.engine.model.architectures import Architecture, ModelCache
 from services.engine.model.arriving import ArrivingPages, ArrivingWeights
 from services.engine.model.conversion import LateConversion
+from services.engine.model.gpu_kv import GpuKvMemory
 from services.engine.model.gpu_units import ArrivingUnits
 from services.engine.model.layer_gates import LayerGates
 from services.engine.model.segment import Segment
@@ -94,7 +95,11 @@ class BoundModel:
 
 @dataclass(frozen=True)
 class ReadyModel:
-    """A model that is ready to compute. `runner` is None for models that only embed."""
+    """A model that is ready to compute.
+
+    `runner` is None for models that only embed. `kv_memory`: memory of the KV cache, in pages that
+    a GPU lends; None: torch allocates it.
+    """
 
     runner: Runner | None
     embedder: Embedder
@@ -104,6 +109,7 @@ class ReadyModel:
     model: PreTrainedModel
     device: torch.device
     room: LoraBudget
+    kv_memory: GpuKvMemory | None = None
 
 
 def read_files(directory: Path, start: EngineStart, cache: ModelCache) -> ModelFiles:
@@ -285,7 +291,8 @@ def begin(
         device_segment.rebind(bound.model, place, pages.memory)
         bound.memory = pages.memory
     device = pages.memory.device if pages is not None else torch.device("cpu")
-    return _build_ready_model(bound, device, files, start, settings, is_early=True), gates
+    lending = pages.layout.bus_id if pages is not None and pages.layout.lends_kv else None
+    return _build_ready_model(bound, device, files, start, settings, is_early=True, lending=lending), gates
 
 
 def complete(
@@ -303,9 +310,12 @@ def complete(
 
     Raises:
         InsufficientMemory: The KV cache's bytes hold no block.
+        EngineFailed: The GPU lends pages, and the model's keys and values cannot be mapped there.
         RunnerLost: A stage of the group has ended.
     """
-    return _build_ready_model(bound, _finish_binding(bound, start, settings, handle), files, start, settings, ring=ring)
+    lending = handle.bus_id if isinstance(handle, GpuUnitsHandle) and handle.lends_kv and start.stage is None else None
+    device = _finish_binding(bound, start, settings, handle)
+    return _build_ready_model(bound, device, files, start, settings, ring=ring, lending=lending)
 
 
 @dataclass(frozen=True)
@@ -387,8 +397,11 @@ def _build_ready_model(
     *,
     is_early: bool = False,
     ring: tuple[Inbound, Outbound] | None = None,
+    lending: str | None = None,
 ) -> ReadyModel:
     """Make the parts that compute, and compute a few tokens, unless `is_early`.
+
+    `lending`: PCI bus id of the GPU whose pages the KV cache borrows.
 
     The KV cache's bytes per token are measured then, and otherwise follow from the configuration.
     If a model of the same architecture has measured them in this process, nothing is computed.
@@ -397,6 +410,7 @@ def _build_ready_model(
     causal = start.card.info.task == "generate"
     embedder = Embedder(bound.model, device, files.pooling, causal=causal, is_packed=bound.is_packed)
     runner: Runner | None = None
+    memory: GpuKvMemory | None = None
     block_bytes = 1
     if causal:
         runner = _runner(bound, device, start, settings)
@@ -404,6 +418,9 @@ def _build_ready_model(
         if bound.architecture is not None:
             bound.architecture.token_bytes = token_bytes
         block_bytes = token_bytes * BLOCK_TOKENS
+        if lending is not None:
+            memory = _borrow_memory(runner, lending, token_bytes, start)
+            block_bytes = memory.block_bytes
     elif not is_early:
         embedder.embed([WARM_UP], None)
     reserved = int(start.card.spec.engine_args.get("adapter_cache_bytes", 0)) if causal else 0
@@ -434,7 +451,23 @@ def _build_ready_model(
         start.card.spec.tool_call_parser,
     )
     room = lora_budget(start.kv_bytes if causal else 0, block_bytes, reserved, min(capacity.context, capacity.kv_tokens))
-    return ReadyModel(runner, embedder, reader, limits, block_bytes, bound.model, device, room)
+    return ReadyModel(runner, embedder, reader, limits, block_bytes, bound.model, device, room, memory)
+
+
+def _borrow_memory(runner: Runner, bus_id: str, token_bytes: int, start: EngineStart) -> GpuKvMemory:
+    """Have the runner keep keys and values in pages that the GPU lends (ADR 0107).
+
+    Raises:
+        EngineFailed: The architecture keeps them in transformers' own cache.
+    """
+    if not isinstance(runner, PackedRunner):
+        raise EngineFailed(
+            f"The KV cache of {start.card.name} cannot borrow pages of {start.device}: its architecture has a cache of its own. "
+            "Unset THAW_CUDA_LEND_KV"
+        )
+    memory = GpuKvMemory(gpu_kv.open_gpu(bus_id), token_bytes, start.card.context_length)
+    runner.kv_memory = memory
+    return memory
 
 
 def _no_block(start: EngineStart, block_bytes: int) -> InsufficientMemory:

@@ -10,7 +10,7 @@ import time
 from asyncio import StreamWriter
 from collections.abc import Callable, Sequence
 
-from shared.errors import Unreachable
+from shared.errors import EngineFailed, Unreachable
 
 _WITHIN_S = 30.0
 """How long a reader may take no byte."""
@@ -23,6 +23,13 @@ def peer_process(writer: StreamWriter) -> int | None:
         return None
     found: int = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
     return found or None
+
+
+def visible_process(writer: StreamWriter) -> int:
+    """Return the process that is connected. Raises `EngineFailed` if the loader cannot see it."""
+    if (pid := peer_process(writer)) is None:
+        raise EngineFailed("The engine's process is not visible to the loader: they must share the PID namespace")
+    return pid
 
 
 def open_again(writer: StreamWriter) -> socket.socket:

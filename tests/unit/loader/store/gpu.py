@@ -29,7 +29,8 @@ class Gpus:
 
     `tests.gpu.real_gpus` has one with real GPUs.
 
-    `reuse_pages`: pages of units without an instance that may stay on each; None: all.
+    `reuse_pages`: pages of units without an instance that may stay on each; None: all. `lends_kv`:
+    the stores lend pages.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class Gpus:
         verify: bool = False,
         reuse_pages: int | None = None,
         known: KnownUnits | None = None,
+        lends_kv: bool = False,
     ) -> None:
         self.virtual_memory, self.driver = self.load(pages * PAGE_BYTES, count)
         kept = (pages if reuse_pages is None else reuse_pages) * PAGE_BYTES
-        opened = gpu_devices(kept, known or KnownUnits(), verify=verify, load=lambda: self.virtual_memory)
+        opened = gpu_devices(kept, known or KnownUnits(), lends_kv=lends_kv, verify=verify, load=lambda: self.virtual_memory)
 
         def open_device(driver: CudaDriver, facts: DeviceFacts, group_bytes: int, pins: Pins) -> GpuDevice:
             return opened(driver, replace(facts, total_bytes=pages * PAGE_BYTES), group_bytes, pins)

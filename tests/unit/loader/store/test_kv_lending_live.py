@@ -17,6 +17,8 @@ import pytest
 from services.loader.handlers import Loader
 from services.loader.kv_lending import KvLending
 from services.loader.local_socket import LocalReaders, listening
+from shared.contracts.loader_socket import SocketBorrow, SocketError
+from tests.unit.loader.store.gpu import Gpus
 from tests.unit.loader.store.test_separate import COUNT, Model, load, made
 from weights.kv_lease import KvLease, Lent, Shrink
 from weights.pool import shm
@@ -29,9 +31,14 @@ ENGINE = """
 import sys
 from pathlib import Path
 from weights.kv_lease import KvLease, Lent, Shrink
-from weights.pool import shm
 
-held = 0
+device, held, memory = sys.argv[3], 0, None
+if device.startswith("cuda"):
+    from services.engine.model.gpu_kv import GpuKvMemory, TorchGpu
+    from tests.support import mapped_gpu_units
+    if sys.argv[4] == "stand-in":
+        mapped_gpu_units.install()
+    memory = GpuKvMemory(TorchGpu(sys.argv[5]), 16384, 1024)
 
 def deliver(event):
     global held
@@ -41,13 +48,17 @@ def deliver(event):
     else:
         print("shrink", event.keep, flush=True)
 
-lease = KvLease(Path(sys.argv[1]), "cpu:1", "i-1", int(sys.argv[2]), deliver)
+floor, ceiling = int(sys.argv[2]), int(sys.argv[6])
+lease = KvLease(Path(sys.argv[1]), device, "i-1", floor, deliver, ceiling_pages=ceiling, memory=memory)
 for line in sys.stdin:
     word, number = line.split()
     if word == "demand":
         lease.demand(int(number))
     else:
         held -= int(number)
+        if memory is not None:
+            memory.remove(int(number))
+            assert memory.allocated_pages == held
         lease.give_back(int(number))
 lease.close()
 """
@@ -62,9 +73,10 @@ class NoLoads:
 class Engine:
     """An engine's process that borrows."""
 
-    def __init__(self, path: Path, floor: int) -> None:
-        arguments = [sys.executable, "-c", ENGINE, str(path), str(floor)]
-        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, path: Path, floor: int, device: SeparateDevice, kind: str = "stand-in") -> None:
+        arguments = [str(path), str(floor), device.device_id, kind, device.bus_id or "", str(COUNT)]
+        command = [sys.executable, "-c", ENGINE, *arguments]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     async def reads(self, *expected: str) -> None:
         """Read lines until one of `expected`."""
@@ -82,17 +94,24 @@ class Engine:
         self.process.communicate()
 
 
-@pytest.fixture
-async def device() -> AsyncIterator[SeparateDevice]:
-    device = made()
-    yield device
-    assert device.audit() == []
-    device.close()
+@pytest.fixture(params=["cpu", "gpu"])
+async def device(request: pytest.FixtureRequest) -> AsyncIterator[SeparateDevice]:
+    if request.param == "cpu":
+        device = made()
+        yield device
+        assert device.audit() == []
+        device.close()
+    else:
+        gpus = Gpus(COUNT, lends_kv=True)
+        device = gpus.get("cuda:0")
+        yield device
+        assert device.audit() == []
+        gpus.close()
 
 
 @pytest.fixture
 async def path(device: SeparateDevice, tmp_path: Path) -> AsyncIterator[Path]:
-    readers = LocalReaders(cast(Loader, NoLoads()), shm.SHM, "socket", KvLending({"cpu:1": device}))
+    readers = LocalReaders(cast(Loader, NoLoads()), shm.SHM, "socket", KvLending(lambda: {device.device_id: device}))
     async with listening(tmp_path / "loader.sock", readers):
         yield tmp_path / "loader.sock"
 
@@ -108,7 +127,7 @@ def lent(device: SeparateDevice) -> int:
 
 
 async def test_killed_engine_returns_every_page(device: SeparateDevice, path: Path) -> None:
-    engine = Engine(path, 2)
+    engine = Engine(path, 2, device)
     await engine.reads("lent 2")
     engine.say("demand 9")
     await engine.reads("lent 9")
@@ -119,7 +138,7 @@ async def test_killed_engine_returns_every_page(device: SeparateDevice, path: Pa
 
 
 async def test_demand_is_met_when_another_engine_returns_pages(device: SeparateDevice, path: Path) -> None:
-    first, second = Engine(path, 1), Engine(path, 1)
+    first, second = Engine(path, 1, device), Engine(path, 1, device)
     await first.reads("lent 1")
     first.say(f"demand {COUNT - 1}")
     await first.reads(f"lent {COUNT - 1}")
@@ -135,7 +154,7 @@ async def test_demand_is_met_when_another_engine_returns_pages(device: SeparateD
 
 
 async def test_engine_shrinks_for_a_load(device: SeparateDevice, path: Path) -> None:
-    engine = Engine(path, 2)
+    engine = Engine(path, 2, device)
     await engine.reads("lent 2")
     engine.say(f"demand {COUNT}")
     await engine.reads(f"lent {COUNT}")
@@ -153,13 +172,13 @@ async def test_engine_keeps_its_pages_when_the_loader_is_replaced(tmp_path: Path
     """Pages of the earlier loader count against the device until they are unmapped."""
     path = tmp_path / "loader.sock"
     first = made("first")
-    async with listening(path, LocalReaders(cast(Loader, NoLoads()), shm.SHM, "a", KvLending({"cpu:1": first}))):
-        engine = Engine(path, 5)
+    async with listening(path, LocalReaders(cast(Loader, NoLoads()), shm.SHM, "a", KvLending(lambda: {"cpu:1": first}))):
+        engine = Engine(path, 5, first)
         await engine.reads("lent 5")
     first.close()
     second = made("second")
     assert lent(second) == 5
-    async with listening(path, LocalReaders(cast(Loader, NoLoads()), shm.SHM, "b", KvLending({"cpu:1": second}))):
+    async with listening(path, LocalReaders(cast(Loader, NoLoads()), shm.SHM, "b", KvLending(lambda: {"cpu:1": second}))):
         engine.say("demand 7")
         await engine.reads("lent 7")
         assert lent(second) == 7
@@ -179,3 +198,51 @@ async def test_lease_in_this_process_closes_without_a_loader(tmp_path: Path) -> 
     lease.demand(3)
     lease.close()
     assert (lease.held, events.empty()) == (0, True)
+
+
+class Full:
+    """Memory of a GPU that others have filled, but for `left` pages."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.asked = 0
+
+    def add(self, pages: int) -> int:
+        self.asked += pages
+        made = min(pages, self.left)
+        self.left -= made
+        return made
+
+
+@pytest.mark.parametrize("device", ["gpu"], indirect=True)
+async def test_pages_without_memory_are_returned_and_asked_for_again(device: SeparateDevice, path: Path) -> None:
+    """The lender must not lend the same pages again at once, and again."""
+    memory, events = Full(3), queue.SimpleQueue[Lent | Shrink]()
+    lease = KvLease(path, device.device_id, "i", 1, events.put, ceiling_pages=COUNT, memory=memory)
+    lease.demand(5)
+    await until(lambda: lease.held == 3 and lent(device) == 3)
+    assert memory.asked == 5
+    memory.left = 2
+    await until(lambda: lease.held == 5 and lent(device) == 5)
+    assert memory.asked == 7
+    found = []
+    while not events.empty():
+        found.append(events.get())
+    assert sum(e.more for e in found if isinstance(e, Lent)) == 5
+    lease.close()
+    assert lent(device) == 5, "until this process has exited"
+    device.lender.take_back("socket-1", device.store().lent["socket-1"])
+
+
+async def test_a_gpu_that_lends_nothing_refuses_borrowers(tmp_path: Path) -> None:
+    gpus = Gpus(COUNT)
+    device, path = gpus.get("cuda:0"), tmp_path / "loader.sock"
+    readers = LocalReaders(cast(Loader, NoLoads()), shm.SHM, "socket", KvLending(lambda: {"cuda:0": device}))
+    async with listening(path, readers):
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        writer.write(SocketBorrow(device="cuda:0", instance_id="i", floor_pages=1).model_dump_json().encode() + b"\n")
+        answer = SocketError.model_validate_json(await reader.readline())
+        writer.close()
+    assert (answer.error.code, "THAW_CUDA_LEND_KV" in answer.error.message) == ("not_found", True)
+    assert not device.pages().is_lending
+    gpus.close()

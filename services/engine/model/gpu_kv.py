@@ -149,8 +149,8 @@ class GpuKvMemory:
         """Allocate memory for more lent pages, and return for how many there is some."""
         with self._lock:
             self._lent += pages
-            missing = self._lent - self._for_others - self._allocated
-        refused = min(pages, missing - self._allocate(missing)) if missing > 0 else 0
+            missing = self._count_missing()
+        refused = min(pages, missing - self._allocate(missing))
         with self._lock:
             self._lent -= refused
         return pages - refused
@@ -168,15 +168,22 @@ class GpuKvMemory:
     def keep_for_others(self, pages: int) -> None:
         """Have no memory for so many of the lent pages, as LoRA adapters have it."""
         with self._lock:
-            has_changed = pages != self._for_others
-            self._for_others = pages
-            missing = self._lent - pages - self._allocated
-        if has_changed and missing > 0 and (made := self._allocate(missing)) < missing:
+            has_changed, self._for_others = pages != self._for_others, pages
+            missing = self._count_missing() if has_changed else 0
+        if missing and (made := self._allocate(missing)) < missing:
             log.warning("the GPU has no memory for pages of the KV cache", extra={"pages": missing - made})
         self._release_excess()
 
+    def _count_missing(self) -> int:
+        """Return how many pages are to be allocated, and count them as allocated. Needs the lock."""
+        missing = max(0, self._lent - self._for_others - self._allocated)
+        self._allocated += missing
+        return missing
+
     def _allocate(self, pages: int) -> int:
-        """Allocate up to `pages` pages, and return their number."""
+        """Allocate up to `pages` pages of `_count_missing`, and return their number."""
+        if not pages:
+            return 0
         made: list[Allocation] = []
         try:
             with self._gpu.use() as (memory, device):
@@ -186,7 +193,7 @@ class GpuKvMemory:
             log.debug("failed to allocate memory for the KV cache", extra={"error": e.message})
         with self._lock:
             self._free += made
-            self._allocated += len(made)
+            self._allocated -= pages - len(made)
         return len(made)
 
     def _release_excess(self) -> int:
@@ -196,15 +203,16 @@ class GpuKvMemory:
             The number of pages that sequences have beyond the lent ones.
         """
         with self._lock:
-            excess = self._allocated - max(0, self._lent - self._for_others)
-        if excess <= 0 or not (self._free or any(r.pages for r in self._spare)):
-            return max(0, excess)
+            excess = max(0, self._allocated - max(0, self._lent - self._for_others))
+            if not (excess and (self._free or any(r.pages for r in self._spare))):
+                return excess
+            self._allocated -= excess  # so that `add` does not rely on what is about to be released
         with self._gpu.use() as (memory, _):
             found = self._find_free(excess)
             for allocation in found:
                 memory.release(allocation)
         with self._lock:
-            self._allocated -= len(found)
+            self._allocated += excess - len(found)
         return excess - len(found)
 
     def _find_free(self, pages: int) -> list[Allocation]:

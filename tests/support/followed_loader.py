@@ -87,8 +87,10 @@ class FollowedLoader(FakeLoader):
         return device
 
     def _open_gpu(self) -> GpuDevice:
-        self._gpus.append(Gpus(self._pages // PAGE_BYTES))
-        return self._gpus[-1].get("cuda:0")
+        self._gpus.append(Gpus(self._pages // PAGE_BYTES, lends_kv=True))
+        device = self._gpus[-1].get("cuda:0")
+        self._lending = KvLending(lambda: {"cuda:0": device})
+        return device
 
     async def start(self) -> None:
         await super().start()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from weights.store.units import Unit, pages_of
 
@@ -82,6 +83,14 @@ class Store:
     def empty(cls, count: int, *, has_runs: bool = True) -> Store:
         return cls(count, free=tuple(range(count - 1, -1, -1)), has_runs=has_runs)
 
+    @cached_property
+    def free_runs(self) -> tuple[Sequence[int], ...]:
+        """Return the runs of neighbouring free pages, the shortest first.
+
+        Sorting the pages takes most of the time of a reservation, which needs the runs several times.
+        """
+        return tuple(_runs(self.free))
+
     @property
     def mapped_pages(self) -> int:
         return sum(len(u.pages) for u in self.units.values() if not u.is_reusable)
@@ -142,7 +151,7 @@ def reserve(
     if cleared is None:
         return None
     store, reclaimed = cleared
-    chosen = choose_pages(store.free, count)
+    chosen = choose_pages(store.free_runs, count) if count else []
     taken, next_page = frozenset(chosen), iter(chosen)
     free = [page for page in store.free if page not in taken]
     stored = dict(store.units)
@@ -163,20 +172,20 @@ def spared_pages(store: Store) -> int:
     """
     if not store.has_runs:
         return 0
-    short = sum(len(run) for run in _runs(store.free) if len(run) < SHORT_RUN_PAGES)
+    short = sum(len(run) for run in store.free_runs if len(run) < SHORT_RUN_PAGES)
     return min(short, store.count // SPARED_PART)
 
 
-def choose_pages(free: Iterable[int], count: int) -> list[int]:
+def choose_pages(free_runs: Iterable[Sequence[int]], count: int) -> list[int]:
     """Choose `count` free pages in few runs of neighbours, so that they need few mappings.
 
     1. The shortest run that has all of them, its first pages.
     2. If none has, the longest run as a whole, then as before for the rest.
 
     Args:
-        free: At least `count` pages, in any order.
+        free_runs: Runs of at least `count` free pages, the shortest first (`Store.free_runs`).
     """
-    runs = _runs(free)
+    runs = list(free_runs)
     chosen: list[int] = []
     while runs and count - len(chosen) > len(runs[-1]):
         chosen += runs.pop()
@@ -185,9 +194,12 @@ def choose_pages(free: Iterable[int], count: int) -> list[int]:
     return chosen
 
 
-def scattered_pages(free: Iterable[int], count: int) -> list[int]:
-    """Choose `count` free pages from the shortest runs, which are of least use to units."""
-    return list(itertools.islice(itertools.chain.from_iterable(_runs(free)), count))
+def scattered_pages(free_runs: Iterable[Sequence[int]], count: int) -> list[int]:
+    """Choose `count` free pages from the shortest runs, which are of least use to units.
+
+    `free_runs`: as of `Store.free_runs`.
+    """
+    return list(itertools.islice(itertools.chain.from_iterable(free_runs), count))
 
 
 def _runs(free: Iterable[int]) -> list[list[int]]:
@@ -278,7 +290,7 @@ def lend(store: Store, borrower: str, pages: int, cost: Cost, keep: Keep = keep_
     if cleared is None:
         return None
     store, reclaimed = cleared
-    granted = scattered_pages(store.free, pages)
+    granted = scattered_pages(store.free_runs, pages)
     taken = frozenset(granted)
     lent = {**store.lent, borrower: (*store.lent.get(borrower, ()), *granted)}
     return replace(store, lent=lent, free=tuple(page for page in store.free if page not in taken)), reclaimed

@@ -204,7 +204,7 @@ class GpuKvMemory:
         """
         with self._lock:
             excess = max(0, self._allocated - max(0, self._lent - self._for_others))
-            if not (excess and (self._free or any(r.pages for r in self._spare))):
+            if not (excess and (self._free or any(r.pages for r in tuple(self._spare)))):
                 return excess
             self._allocated -= excess  # so that `add` does not rely on what is about to be released
         with self._gpu.use() as (memory, _):

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,21 @@ async def test_requests_join_a_load_and_get_the_tokens_of_an_engine_that_waits(
     again = await engines.ask(start.instance_id, "completion", prompt=PROMPTS[0], **ASK)
     assert isinstance(await again.last(), InferFinished)
     assert again.tokens() == tokens[PROMPTS[0]]
+    if followed.device is None:
+        await engine.kill()
+        return
+    device, booked = followed.device, start.kv_bytes
+    await until(lambda: device.pages().lent_bytes == booked)
+    assert [k.instance_id for k in device.pages().kv] == [start.instance_id]
     await engine.kill()
+    await until(lambda: device.pages().lent_bytes == 0)
+    assert device.audit() == []
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110  # the loader's threads notify no event loop
+            await asyncio.sleep(0.01)
 
 
 async def test_a_load_that_fails_midway_fails_its_requests_with_the_error(

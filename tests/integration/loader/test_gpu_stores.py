@@ -24,6 +24,7 @@ from tests.support.fake_virtual_memory import FakeVirtualMemory
 from tests.support.servers import NatsServer
 from tests.unit.loader.devices.fake_driver import FakeDriver
 from tests.unit.loader.store.test_gpu_units_live import Engine
+from tests.unit.loader.store.test_kv_lending_live import Engine as Borrower
 from weights.client import audit_memory
 from weights.store.gpu_device import gpu_devices
 from weights.store.units import PAGE_BYTES
@@ -98,6 +99,32 @@ async def test_gpus_load_what_they_lack_and_copy_it_from_each_other(
         assert [m.reusable_bytes // PAGE_BYTES for m in after.memory] == [TENSORS + 2, TENSORS]
         audited = await asyncio.to_thread(audit_memory, loader_socket(home / "nodes" / NODE), 60.0)
         assert [(d.device_id, d.violations) for d in audited] == [("cuda:0", ()), ("cuda:1", ())]
+
+
+async def test_a_gpu_lends_pages_from_its_first_load_on(
+    nats_server: NatsServer, tmp_path: Path, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THAW_CUDA_LEND_KV", "true")
+    source, home = write_model(tmp_path / "base", range(TENSORS)), tmp_path / "home"
+    async with separate_loader(nats_server, home, "cuda:0=60MiB", NODE) as loader:
+        found = await attach(loader, "a", await loader.client.card(source), "cuda:0")
+        assert isinstance(found.handle, GpuUnitsHandle)
+        assert found.handle.lends_kv
+        socket = loader_socket(home / "nodes" / NODE)
+        engine = Borrower(socket, 2, "cuda:0", found.handle.bus_id)
+        await engine.reads("lent 2")
+        engine.say("demand 5")
+        await engine.reads("lent 5")
+        status = await loader.until(lambda s: s.memory[0].lent_bytes == 5 * PAGE_BYTES)
+        [kv] = status.memory[0].kv
+        assert (kv.floor_bytes, kv.wanted_bytes, status.memory[0].is_lending) == (2 * PAGE_BYTES, 5 * PAGE_BYTES, True)
+        engine.say("demand 3")
+        engine.say("give 2")
+        await loader.until(lambda s: s.memory[0].lent_bytes == 3 * PAGE_BYTES)
+        audited = await asyncio.to_thread(audit_memory, socket, 60.0)
+        assert [d.violations for d in audited] == [()]
+        engine.kill()
+        await loader.until(lambda s: s.memory[0].lent_bytes == 0)
 
 
 async def test_likelihoods_reach_a_gpu_that_is_opened_later(nats_server: NatsServer, tmp_path: Path, driver: FakeDriver) -> None:

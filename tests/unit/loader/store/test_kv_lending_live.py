@@ -74,8 +74,9 @@ class NoLoads:
 class Engine:
     """An engine's process that borrows."""
 
-    def __init__(self, path: Path, floor: int, device: SeparateDevice, kind: str = "stand-in") -> None:
-        arguments = [str(path), str(floor), device.device_id, kind, device.bus_id or "", str(COUNT)]
+    def __init__(self, path: Path, floor: int, device: str, bus_id: str | None, kind: str = "stand-in") -> None:
+        """Borrow. `bus_id`: of a GPU. `kind`: `real`, if it is one."""
+        arguments = [str(path), str(floor), device, kind, bus_id or "", str(COUNT)]
         command = [sys.executable, "-c", ENGINE, *arguments]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -128,7 +129,7 @@ def lent(device: SeparateDevice) -> int:
 
 
 async def test_killed_engine_returns_every_page(device: SeparateDevice, path: Path) -> None:
-    engine = Engine(path, 2, device)
+    engine = Engine(path, 2, device.device_id, device.bus_id)
     await engine.reads("lent 2")
     engine.say("demand 9")
     await engine.reads("lent 9")
@@ -139,7 +140,7 @@ async def test_killed_engine_returns_every_page(device: SeparateDevice, path: Pa
 
 
 async def test_demand_is_met_when_another_engine_returns_pages(device: SeparateDevice, path: Path) -> None:
-    first, second = Engine(path, 1, device), Engine(path, 1, device)
+    first, second = Engine(path, 1, device.device_id, device.bus_id), Engine(path, 1, device.device_id, device.bus_id)
     await first.reads("lent 1")
     first.say(f"demand {COUNT - 1}")
     await first.reads(f"lent {COUNT - 1}")
@@ -155,7 +156,7 @@ async def test_demand_is_met_when_another_engine_returns_pages(device: SeparateD
 
 
 async def test_engine_shrinks_for_a_load(device: SeparateDevice, path: Path) -> None:
-    engine = Engine(path, 2, device)
+    engine = Engine(path, 2, device.device_id, device.bus_id)
     await engine.reads("lent 2")
     engine.say(f"demand {COUNT}")
     await engine.reads(f"lent {COUNT}")
@@ -174,7 +175,7 @@ async def test_engine_keeps_its_pages_when_the_loader_is_replaced(tmp_path: Path
     path = tmp_path / "loader.sock"
     first = made("first")
     async with listening(path, LocalReaders(cast(Loader, NoLoads()), shm.SHM, "a", KvLending(lambda: {"cpu:1": first}))):
-        engine = Engine(path, 5, first)
+        engine = Engine(path, 5, first.device_id, first.bus_id)
         await engine.reads("lent 5")
     first.close()
     second = made("second")

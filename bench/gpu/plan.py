@@ -146,6 +146,17 @@ STEPS: tuple[Step, ...] = (
         headline=("map_units_ms", "unmap_units_ms", "map_pages_ms", "unmap_pages_ms", "import_ms"),
     ),
     Step(
+        "kv_pages",
+        "KV cache in pages of 2 MiB: attention over them beside torch's memory, time to map and move a page",
+        _module("bench.gpu.kv_pages", "--device", "{device}"),
+        60,
+        goals=(
+            Goal("attention_ratio", "<=", 1.1, "attention takes at most 1.1 times as long as over torch's memory"),
+            Goal("freed_part", ">=", 0.99, "the driver reports the memory of returned pages as free"),
+        ),
+        headline=("allocate_ms", "map_ms", "move_ms", "release_ms"),
+    ),
+    Step(
         "ssd",
         "SSD to HBM beside fio",
         _module("bench.loader_gpu", "--devices", "{index}", "--directory", "{work}"),

@@ -87,7 +87,7 @@ class Store:
     def free_runs(self) -> tuple[Sequence[int], ...]:
         """Return the runs of neighbouring free pages, the shortest first.
 
-        Sorting the pages takes most of the time of a reservation, which needs the runs several times.
+        A reservation needs them several times, and sorting the pages takes most of its time.
         """
         return tuple(_runs(self.free))
 

@@ -175,7 +175,7 @@ class GpuKvMemory:
         self._release_excess()
 
     def _count_missing(self) -> int:
-        """Return how many pages are to be allocated, and count them as allocated. Needs the lock."""
+        """Return how many pages lack memory, and count them as allocated. Needs the lock."""
         missing = max(0, self._lent - self._for_others - self._allocated)
         self._allocated += missing
         return missing

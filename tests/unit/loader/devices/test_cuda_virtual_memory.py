@@ -124,6 +124,15 @@ def test_allocations_are_pinned_exportable_memory_of_the_device(api: Any) -> Non
         assert found.requestedHandleTypes == api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
+def test_memory_of_kv_caches_is_not_exportable(api: Any) -> None:
+    recorded = Recorded(api)
+    recorded.answers = {"cuMemCreate": api.CUmemGenericAllocationHandle(77)}
+    CudaVirtualMemory(recorded).create(3, GRANULARITY, exportable=False)
+    ((_, (_, created, _)),) = recorded.calls
+    assert created.requestedHandleTypes == api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
+    assert created.location.id == 3
+
+
 @pytest.mark.parametrize(("writable", "flags"), [(True, "READWRITE"), (False, "READ")])
 def test_access_is_for_the_device_alone(api: Any, flags: str, *, writable: bool) -> None:
     recorded = Recorded(api)

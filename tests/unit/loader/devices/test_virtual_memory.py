@@ -18,6 +18,7 @@ import pytest
 from shared.errors import DeviceFailed, InsufficientMemory
 from tests.support.fake_virtual_memory import GRANULARITY, FakeVirtualMemory
 from tests.unit.loader.devices.fake_driver import FakeDriver
+from weights.devices.mapped_range import MappedRange
 from weights.devices.virtual_memory import Allocation, VirtualMemory
 
 TOTAL = 4 * GRANULARITY
@@ -70,6 +71,38 @@ def test_two_mappings_of_an_allocation_show_the_same_bytes(memory: FakeVirtualMe
     ctypes.memmove(first, b"weights", 7)
     assert first != second
     assert ctypes.string_at(second, 7) == b"weights"
+
+
+def test_memory_that_is_not_exportable_stays_in_its_process(memory: FakeVirtualMemory) -> None:
+    allocation = memory.create(0, GRANULARITY, exportable=False)
+    with pytest.raises(DeviceFailed, match="not created for export"):
+        memory.export_descriptor(allocation)
+    address = mapped(memory, allocation, GRANULARITY)
+    ctypes.memmove(address, b"keys", 4)
+    assert ctypes.string_at(address, 4) == b"keys"
+
+
+def test_memory_is_not_unmapped_while_work_uses_it(memory: FakeVirtualMemory) -> None:
+    address = mapped(memory, memory.create(0, GRANULARITY), GRANULARITY)
+    memory.issue(address + 4096, 1)
+    with pytest.raises(DeviceFailed, match=r"cuMemUnmap: .*may still use"):
+        memory.unmap(address, GRANULARITY)
+    memory.synchronize()
+    memory.unmap(address, GRANULARITY)
+
+
+def test_several_allocations_get_access_at_once(memory: FakeVirtualMemory) -> None:
+    found = MappedRange(memory, 0, 3 * GRANULARITY)
+    pages = [memory.create(0, GRANULARITY) for _ in range(2)]
+    found.map_writable(GRANULARITY, GRANULARITY, pages)
+    assert memory.can_access(found.address + GRANULARITY, 2 * GRANULARITY, writable=True)
+    with pytest.raises(DeviceFailed, match="mapped there already"):
+        found.map_writable(0, GRANULARITY, [memory.create(0, GRANULARITY), pages[0]])
+    assert found.address not in memory.mappings, "none of them is mapped after a failure"
+    with pytest.raises(DeviceFailed, match="outside a range"):
+        found.map_writable(2 * GRANULARITY, GRANULARITY, pages)
+    found.unmap(2 * GRANULARITY)
+    found.close()
 
 
 def test_allocations_in_any_order_are_one_range(memory: FakeVirtualMemory) -> None:

@@ -28,6 +28,8 @@ from weights.store.separate import SeparateDevice
 from weights.store.units import PAGE_BYTES
 
 WITHIN_S = 60.0
+KIND = "stand-in"
+"""`real`: the engines use a GPU (tests/gpu)."""
 ENGINE = """
 import sys
 from pathlib import Path
@@ -74,9 +76,9 @@ class NoLoads:
 class Engine:
     """An engine's process that borrows."""
 
-    def __init__(self, path: Path, floor: int, device: str, bus_id: str | None, kind: str = "stand-in") -> None:
-        """Borrow. `bus_id`: of a GPU. `kind`: `real`, if it is one."""
-        arguments = [str(path), str(floor), device, kind, bus_id or "", str(COUNT)]
+    def __init__(self, path: Path, floor: int, device: str, bus_id: str | None) -> None:
+        """Borrow. `bus_id`: of a GPU."""
+        arguments = [str(path), str(floor), device, KIND, bus_id or "", str(COUNT)]
         command = [sys.executable, "-c", ENGINE, *arguments]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

@@ -54,7 +54,7 @@ class MappedRange:
         """
         end = start + nbytes * len(allocations)
         if start < 0 or end > self.nbytes:
-            raise DeviceFailed(f"bytes {start} to {end} are outside a range of {self.nbytes} bytes")
+            raise DeviceFailed(f"Bytes {start} to {end} are outside a range of {self.nbytes} bytes")
         done: list[int] = []
         try:
             for at, allocation in zip(range(self.address + start, self.address + end, nbytes), allocations, strict=True):

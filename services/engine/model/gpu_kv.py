@@ -263,7 +263,7 @@ class GpuKvMemory:
                 found.seen = self._gpu.see(found.units.address, self._range_bytes, device)
 
     def place(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> _Place:
-        """Return where a layer is in the bytes of a token: after those that came before."""
+        """Return where a layer is in the bytes of a token: the next free ones, if it is new."""
         if (found := self._places.get(layer)) is None:
             offset = sum(2 * p.heads * p.width * p.dtype.itemsize for p in self._places.values())
             found = _Place(offset, heads, width, dtype)

@@ -256,7 +256,7 @@ async def test_loader_killed_at_each_step(bed: Bed) -> None:
 
 async def borrower(socket: Path) -> Engine:
     """Start a process that borrows: six pages, of which two are its floor."""
-    engine = Engine(socket, 2)
+    engine = Engine(socket, 2, "cpu:1", None)
     await engine.reads("lent 2")
     engine.say("demand 6")
     await engine.reads("lent 6")

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.domain.step_planning import BLOCK_TOKENS
 from services.engine.generation.kv_cache import SequenceKV
+from services.engine.generation.runner import PackedRunner, SequentialRunner
+from services.engine.model import loading
 from services.engine.model.gpu_kv import STRIDE_BYTES, GpuKvMemory
+from shared.contracts.engine import EngineStart
 from shared.errors import DeviceFailed, EngineFailed, InsufficientMemory
 from tests.support.examples import examples
 from tests.support.stand_in_gpu import StandInGpu
@@ -186,7 +193,7 @@ def test_a_cut_sequence_keeps_its_memory_until_it_ends(cache: Cache) -> None:
     assert (cache.gpu.allocated_pages, cache.gpu.mapped_pages) == (2, 2)
 
 
-def test_without_memory_a_step_fails_and_the_sequence_can_go_on_later() -> None:
+def test_without_memory_a_step_fails_and_the_sequence_can_continue_later() -> None:
     cache = Cache(pages=2)
     cache.memory.add(2)
     sequence, other = cache.sequence(), cache.sequence()
@@ -207,3 +214,15 @@ def test_layers_beyond_the_bytes_of_a_token_are_an_error(cache: Cache) -> None:
     sequence, wide = cache.sequence(), torch.zeros(1, 40, 1, 64)
     with pytest.raises(EngineFailed, match="more than the 16384 bytes"):
         sequence.append(0, 0, wide, wide)
+
+
+def test_a_model_with_a_cache_of_its_own_does_not_start_where_pages_are_lent(demo_directory: Path) -> None:
+    """Its keys and values would be in memory of torch, which no page accounts for."""
+    start = cast(EngineStart, SimpleNamespace(card=SimpleNamespace(name="mamba", context_length=128), device="cuda:0"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_directory)
+    device = torch.device("cpu")
+    with pytest.raises(EngineFailed, match=r"mamba cannot borrow pages of cuda:0.*Unset THAW_CUDA_LEND_KV"):
+        loading._borrow_memory(SequentialRunner(model, device), "0000:00:00.0", TOKEN_BYTES, start)
+    runner = PackedRunner(model, device, 128)
+    memory = loading._borrow_memory(runner, "0000:00:00.0", TOKEN_BYTES, start)
+    assert runner.kv_memory is memory

@@ -124,6 +124,11 @@ class Runtime(_Strict):
     merge_share: float = Field(default=1.0, ge=0, le=1, description="Share of the device's content that has to be moved.")
     share_compute: bool = Field(default=True, description="Busy instances share a device in proportion to their booked memory.")
     hop_s: float = Field(default=0.0, ge=0, description="t_n of HydraServe: one stage to the next.")
+    stage_batches: bool = Field(
+        default=False,
+        description="A pipeline of s stages has s batches in flight: s times the requests of one engine, and their prompts overlap "
+        "(HydraServe). Otherwise it runs what one engine runs (Thaw).",
+    )
     gather_gb_per_second: float = Field(default=1.0, gt=0, description="Transfer of a pipeline's KV cache to the remaining stage.")
     window_s: float = Field(default=10.0, gt=0, description="Sliding window of the autoscaler.")
     alpha: float = Field(default=0.5, ge=0, le=1, description="Initial alpha of the SLO queue.")

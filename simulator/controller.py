@@ -33,12 +33,14 @@ class Controller:
             world, self.starts, self._start_at, self.stops.leave, self._served_out, self._grant, self.requeue
         )
         self.stops.migrations = self.migrations
-        self.pipelines = Pipelines(world, self.starts, self.options, self.stops, self._in_service)
+        self.pipelines = Pipelines(world, self.starts, self.options, self.stops, self._in_service, self._grant, self.requeue)
         self._hungry: dict[SimModel, None] = {}
         self._open = 0
         self._requests: Sequence[Request] = ()
         self._next = 0
         self._pumping = self._again = False
+        self._arrivals = False
+        """True while requests of this instant wait for a decision."""
         self._alpha, self._ratio = world.runtime.alpha, 1.0
         self._last_ended = 0.0
 
@@ -67,14 +69,18 @@ class Controller:
         model.record_request(now, run.output, world.runtime.window_s)
         if self._fits_nowhere(model):
             self._give_up(run, timed_out=False)
-            return
-        model.queue.append(run)
-        self._hungry[model] = None
-        if not world.runtime.exclusive:
-            self.dispatch(model)
-        if run.waiting:
-            model.tried = -1
-            self.pump()
+        else:
+            model.queue.append(run)
+            self._hungry[model] = None
+            if not world.runtime.exclusive:
+                self.dispatch(model)
+            if run.waiting:
+                model.tried = -1
+                self._arrivals = True
+        more = self._next < len(self._requests) and self._requests[self._next].at <= now
+        if self._arrivals and (world.runtime.exclusive or not more):
+            self._arrivals = False
+            self.pump()  # requests of one instant are one decision
         if run.waiting:
             run.cold = True
             world.clock.call_later(world.runtime.timeout_s, lambda: self._timed_out(run))
@@ -229,7 +235,7 @@ class Controller:
         world = self.world
         if world.runtime.exclusive and not any(_is_available(d) for d in world.devices.values()):
             return
-        asks = [world.ask_of(m) for m in list(self._hungry) if self._wants(m)]
+        asks = [world.ask_of(m, missing) for m in list(self._hungry) if (missing := self._count_missing(m))]
         if not asks:
             return
         profile = world.profile
@@ -267,20 +273,20 @@ class Controller:
             return False
         return not model.instances and not any(model.name in d.kept for d in self.world.devices.values())
 
-    def _wants(self, model: SimModel) -> bool:
-        """True if the model needs one more instance.
+    def _count_missing(self, model: SimModel) -> int:
+        """Return how many more instances the model needs.
 
-        With devices that run one request at a time: if any request waits.
+        With devices that run one request at a time: one, if any request waits.
         """
         if not model.queue:
             self._hungry.pop(model, None)
-            return False
+            return 0
         if model.tried == self.world.version:
-            return False
+            return 0
         if self.world.runtime.exclusive:
-            return True
+            return 1
         demand = self.world.demand_of(model)
-        return self.world.profile.scale(demand) > demand.live
+        return max(0, self.world.profile.scale(demand) - demand.live)
 
     def _carry_out(self, model: SimModel, option: Option) -> None:
         world = self.world

@@ -155,7 +155,7 @@ class Instance:
         self.key, self.model, self.parts = key, model, parts
         self._clock, self._runtime, self.finished = clock, runtime, finished
         self.service = model.service_on(parts[0].device.node.group.kind)
-        self.capacity = 1 if isinstance(self.service, Fixed) else self.service.concurrency
+        self.capacity = self.capacity_of(len(parts))
         self.state: State = "starting"
         self.began, self.ready_at, self.idle_since, self.load_s = clock.now, 0.0, clock.now, 0.0
         self.predicted: float | None = None
@@ -164,6 +164,8 @@ class Instance:
         self.loading_since = clock.now
         self.done: list[Part] = []
         """Stages of a pipeline that have the whole model."""
+        self.successors = 0
+        """Instances that a pipeline becomes; 0: not decided."""
         self.source = ""
         self.bound: Run | None = None
         """The request that it was started for, on devices that run one at a time."""
@@ -190,6 +192,16 @@ class Instance:
     @property
     def nbytes(self) -> int:
         return sum(p.nbytes for p in self.parts)
+
+    @property
+    def batches(self) -> int:
+        """Return the batches that are in flight at the same time."""
+        return len(self.parts) if self._runtime.stage_batches and isinstance(self.service, Batching) else 1
+
+    def capacity_of(self, engines: int) -> int:
+        """Return the requests that so many engines, or stages with a batch each, run at once."""
+        one = 1 if isinstance(self.service, Fixed) else self.service.concurrency
+        return one * engines if self.batches > 1 else one
 
     def slowness(self) -> float:
         """Return the slowdown against running alone on one device.
@@ -247,7 +259,9 @@ class Instance:
         seconds = self.prompt_seconds(run)
         if run.tokens:
             run.pause += seconds
-        end = self._prompts_until = max(now, begin + seconds)
+        end = max(now, begin + seconds)
+        # The first stage is free for the next prompt when it has computed its layers of this one.
+        self._prompts_until = end if self.batches == 1 else begin + (seconds - self._hops()) / self.batches
         run.admitted_at = now
         run.timer = self._clock.at(end, lambda: self._on_prefilled(run))
 
@@ -383,7 +397,12 @@ class Instance:
         self._advance()
         self._since += pause
         self.parts = parts
+        self.capacity = self.capacity_of(len(parts))
         self.respeed()
+
+    def hold(self, seconds: float) -> None:
+        """Compute no prompt before so many seconds have passed."""
+        self._prompts_until = max(self._prompts_until, self._clock.now + seconds)
 
     def tokens_of(self, run: Run) -> int:
         """Return the tokens of a request so far."""

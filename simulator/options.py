@@ -19,6 +19,11 @@ from simulator.world import World
 _NEEDS: dict[str, Capability] = {"suspend": "suspend", "preempt": "preempt", "migrate": "migrate"}
 
 
+def fetch_name(model: str, stage: int, stages: int) -> str:
+    """Return the name of a shared fetch in the ledger of its node."""
+    return f"{model} {stage}/{stages}"
+
+
 class Options:
     def __init__(self, world: World) -> None:
         self._world = world
@@ -175,15 +180,8 @@ class Options:
     # Pipelines (HydraServe's Algorithm 1).
 
     def _pipelines(self, ask: Ask, model: SimModel) -> Iterator[Option]:
-        world, now, s = self._world, self._world.clock.now, self._world.runtime.startup
-        servers = []
-        for node in model.nodes:
-            if node.alive and node.tier(model.name) == "remote" and accepts(self.ledgers[node.name], now):
-                for device in node.devices:
-                    if not any(i.model is model for i in device.instances.values()) and (free := world.free(device)) > 0:
-                        network = share(self.ledgers[node.name], now)
-                        speed = min(link.bandwidth for link in device.path)
-                        servers.append(pipelines.Server(device.key, node.name, free, network, speed, len(device.instances)))
+        world, s = self._world, self._world.runtime.startup
+        servers = list(self._list_servers(model))
         if not servers:
             return
         service = model.group.service
@@ -199,9 +197,10 @@ class Options:
         )
         overlapped = s.prefetch and s.stream and s.overlap
         for scheme in pipelines.schemes(model.weights, model.need, servers, times, overlapped=overlapped):
-            if scheme.stages > 1:
+            ttft = self._predict_ttft(model, scheme, times, overlapped) if scheme.stages > 1 else None
+            if ttft is not None:
                 devices = tuple(world.view(world.devices[x.key]) for x in scheme.servers)
-                total = scheme.ttft + s.init_s + s.warm_up_s
+                total = ttft + s.init_s + s.warm_up_s
                 cost = Cost(total, {"fetch": total - first, "prefill": first})
                 yield Option(
                     devices,
@@ -213,3 +212,39 @@ class Options:
                     tpot_s=scheme.tpot,
                     sharing=scheme.sharing,
                 )
+
+    def _list_servers(self, model: SimModel) -> Iterator[pipelines.Server]:
+        """Yield the devices for stages.
+
+        On a node that fetches a stage already they have the bandwidth of one that joins it.
+        """
+        world, now = self._world, self._world.clock.now
+        for node in model.nodes:
+            if not node.alive or node.tier(model.name) != "remote":
+                continue
+            ledger = self.ledgers[node.name]
+            joins = any(fetch_name(model.name, n, s) in ledger.fetches for s in range(2, pipelines.STAGES + 1) for n in range(s))
+            if not joins and not accepts(ledger, now):
+                continue
+            network = share(ledger, now, joins=joins)
+            for device in node.devices:
+                if not any(i.model is model for i in device.instances.values()) and (free := world.free(device)) > 0:
+                    speed = min(link.bandwidth for link in device.path)
+                    yield pipelines.Server(device.key, node.name, free, network, speed, len(device.instances))
+
+    def _predict_ttft(self, model: SimModel, scheme: pipelines.Scheme, times: pipelines.Times, overlapped: bool) -> float | None:
+        """Return Eq. 5 (or 1), where stages join the fetches of their bytes that are under way.
+
+        A stage that joins none needs room on the node's link (Eq. 3); None: it has none.
+        """
+        now, servers = self._world.clock.now, []
+        for n, x in enumerate(scheme.servers):
+            ledger = self.ledgers[x.node]
+            if fetch_name(model.name, n, scheme.stages) in ledger.fetches:
+                servers.append(x)
+            elif accepts(ledger, now):
+                servers.append(replace(x, network=share(ledger, now)))
+            else:
+                return None
+        formula = pipelines.ttft_overlapped if overlapped else pipelines.ttft_in_turn
+        return formula(model.weights, scheme.stages, scheme.full, servers, times)

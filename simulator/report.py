@@ -49,6 +49,10 @@ class Outcome:
     loads: dict[str, int] = field(default_factory=dict)
     startup: list[float] = field(default_factory=list)
     """Seconds from the decision to ready, of each start."""
+    stages: list[int] = field(default_factory=list)
+    """Stages of each start; 1: one worker."""
+    successors: list[int] = field(default_factory=list)
+    """Whole instances that each pipeline became."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase, over all starts."""
     stops: int = 0

@@ -12,7 +12,7 @@ from simulator.instances import SimNode
 from simulator.links import Flow, Link
 
 Key = tuple[str, str, int, int]
-"""Node, model, stage, stages."""
+"""Node, model, stage, stages; of the rest beside a stage: `~stage`."""
 Done = Callable[[], None]
 
 
@@ -21,7 +21,9 @@ class Fetches:
         self._open: dict[Key, tuple[Flow, dict[int, Done]]] = {}
         self._numbers = 0
 
-    def join(self, node: SimNode, key: Key, path: tuple[Link, ...], nbytes: float, done: Done) -> Callable[[], None]:
+    def join(
+        self, node: SimNode, key: Key, path: tuple[Link, ...], nbytes: float, done: Done, background: bool = False
+    ) -> Callable[[], None]:
         """Fetch, or join a fetch under way.
 
         Returns:
@@ -32,7 +34,7 @@ class Fetches:
         found = self._open.get(key)
         if found is None:
             waiting: dict[int, Done] = {}
-            flow = node.network.start(path, nbytes, lambda: self._on_arrived(key))
+            flow = node.network.start(path, nbytes, lambda: self._on_arrived(key), background)
             self._open[key] = found = (flow, waiting)
         flow, waiting = found
         waiting[number] = done

@@ -11,7 +11,8 @@ from services.scheduler.domain.policies.port import Option
 from simulator.hardware import Tier
 from simulator.instances import Instance, Part, SimDevice, SimModel, SimNode
 from simulator.links import Flow
-from simulator.options import Options
+from simulator.options import Options, fetch_name
+from simulator.shared_fetches import Key
 from simulator.world import World
 
 
@@ -27,6 +28,8 @@ class Start:
         self.flows: list[Flow] = []
         self.fetches: list[Callable[[], None]] = []
         """Functions that leave the shared fetches."""
+        self.recorded: list[tuple[str, str, Key]] = []
+        """Its fetches in the ledgers: node, name there, and shared fetch."""
         self.outstanding = 0
         self.begun = False
         self.promised: dict[str, int] = {}
@@ -72,6 +75,7 @@ class Starts:
             world.touch(part.device)
         model.instances[key] = instance
         self.under_way[key] = start
+        world.outcome.stages.append(option.stages)
         return start
 
     def room(self, device: SimDevice) -> None:
@@ -201,6 +205,9 @@ class Starts:
             self._options.snapshots[node.name, instance.model.name] = start.snapshot
         for leave in start.fetches:
             leave()
+        for name, fetch, key in start.recorded:
+            if fetch == instance.key or not world.fetches.under_way(key):
+                self._options.fetch_ended(name, fetch)
         for flow in start.flows:
             for node in {id(p.device.node): p.device.node for p in instance.parts}.values():
                 node.network.cancel(flow)
@@ -209,7 +216,6 @@ class Starts:
             device.instances.pop(instance.key, None)
             device.loading.pop(instance.key, None)
             device.starting.discard(instance.key)
-            self._options.fetch_ended(device.node.name, instance.key)
             if start.begun:
                 device.booked -= part.nbytes
             else:
@@ -251,8 +257,11 @@ class Load:
         parts = start.instance.parts
         self._key = (self._node.name, self._model.name, parts.index(part), len(parts))
         self._shared = not start.resident
-        if self._tier == "remote" and not (self._shared and world.fetches.under_way(self._key)):
-            options.fetch_begun(self._node.name, start.instance.key, missing, self._model)
+        self._name = fetch_name(self._model.name, self._key[2], len(parts)) if self._shared else start.instance.key
+        if self._tier == "remote":
+            start.recorded.append((self._node.name, self._name, self._key))
+            if not (self._shared and world.fetches.under_way(self._key)):
+                options.fetch_begun(self._node.name, self._name, missing, self._model)
         if s.stream:
             starts.expect(start)
             world.clock.at(self._copy_at + self._merge, self._copy)
@@ -270,7 +279,8 @@ class Load:
 
     def _on_fetched(self) -> None:
         world, now = self._world, self._world.clock.now
-        self._options.fetch_ended(self._node.name, self._start.instance.key)
+        if self._path:
+            self._options.fetch_ended(self._node.name, self._name)
         cache_weights(world, self._node, self._model, self._tier, whole=len(self._start.instance.parts) == 1)
         if world.runtime.startup.stream:
             self._starts.on_arrived(self._start)

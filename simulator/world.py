@@ -271,7 +271,8 @@ class World:
             loaded = max(begin + load, fetch) if s.stream else max(begin, fetch) + load
         return max(loaded, engine) + s.init_s + s.warm_up_s
 
-    def ask_of(self, model: SimModel) -> Ask:
+    def ask_of(self, model: SimModel, missing: int = 1) -> Ask:
+        """Return the demand for one more instance of the `missing` ones."""
         now, first, group = self.clock.now, model.queue[0], model.group
         heavy = group.heavy
         return Ask(
@@ -289,6 +290,7 @@ class World:
             exec_s=model.exec_seconds(first.prompt, model.mean_output),
             prompt_tokens=first.prompt,
             output_tokens=model.mean_output,
+            missing_workers=missing,
         )
 
     def demand_of(self, model: SimModel) -> Demand:

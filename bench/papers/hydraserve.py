@@ -33,6 +33,8 @@ resources"; the autoscaler is HydraServe's.
 """
 SLLM = vary_profile(serverlessllm.PROFILE, "serverlessllm", keep=keep_setting, scale=scale)
 HYDRA = vary_profile(hydraserve.PROFILE, "hydraserve", clear=evict_none)
+KV_MB_13B = 0.82
+"""KV cache of a token of Llama2-13B: 40 layers of 2 x 5120 values of 2 bytes."""
 SYSTEMS = (VLLM, SLLM, HYDRA, replace(HYDRA, name="hydraserve-cache"))
 
 
@@ -72,6 +74,7 @@ def runtime(system: str, start: Startup, cached: bool, gather: float = c.GATHER.
         cache_dram=cached,
         cache_ssd=False,
         hop_s=c.HOP_S.value,
+        stage_batches=True,
         gather_gb_per_second=gather,
         window_s=c.WINDOW_S.value,
         timeout_s=1800.0,

@@ -44,9 +44,13 @@ def settle(ledger: Ledger, now: float) -> Ledger:
     return Ledger(ledger.bandwidth, now, {k: f for k, f in left.items() if f.pending})
 
 
-def share(ledger: Ledger, now: float) -> float:
-    """Return B / (N + 1) in bytes per second: the b of Eq. 1 and 5 for one more fetch."""
-    return ledger.bandwidth / (len(settle(ledger, now).fetches) + 1)
+def share(ledger: Ledger, now: float, joins: bool = False) -> float:
+    """Return B / (N + 1) in bytes per second: the b of Eq. 1 and 5 for one more fetch.
+
+    B / N for a worker that joins a fetch of the same bytes.
+    """
+    others = len(settle(ledger, now).fetches)
+    return ledger.bandwidth / max(1, others if joins else others + 1)
 
 
 def accepts(ledger: Ledger, now: float) -> bool:

@@ -23,8 +23,7 @@ from __future__ import annotations
 from services.scheduler.domain.demand.replica_targets import measure_demand
 from services.scheduler.domain.migration.orders import plan_migration
 from services.scheduler.domain.placement.whole_worker import place_whole_worker
-from services.scheduler.domain.policies.autoscaling import predict_requests
-from services.scheduler.domain.policies.port import Demand
+from services.scheduler.domain.policies.autoscaling import needed_workers
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import CONSOLIDATION, Instance, Model
@@ -82,11 +81,6 @@ def _is_wanted(tx: Transaction, model: Model) -> bool:
     if ready and (needed <= ready or ready >= model.card.spec.replicas.max):
         return True
     return needed <= 1 and not tx.state.waiting_count(model.key) and not tx.state.unschedulable
-
-
-def needed_workers(demand: Demand) -> int:
-    """Return the instances for waiting, running and expected requests (HydraServe §6.1)."""
-    return -(-(demand.waiting + max(demand.running, predict_requests(demand))) // max(1, demand.capacity))
 
 
 def _has_place(tx: Transaction, model: Model, group: Instance) -> bool:

@@ -21,6 +21,7 @@ from services.scheduler.domain.events import MigrationRequested
 from services.scheduler.domain.lifecycle.transitions import start_instance, stop_instance
 from services.scheduler.domain.placement.place import place
 from services.scheduler.domain.placement.whole_worker import place_whole_worker
+from services.scheduler.domain.policies.autoscaling import share_requests
 from services.scheduler.domain.state.entities import CONSOLIDATION, Instance, Model
 from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.transaction import Transaction
@@ -349,7 +350,7 @@ def _compute_share(tx: Transaction, source: Instance, destination: Instance) -> 
     model = tx.state.models[source.model]
     ready = [i for i in tx.state.live_instances(model) if i.stages == 1 and i.state is InstanceState.READY]
     left = _load(tx, source)
-    share = max(1, -(-(left + sum(_load(tx, i) for i in ready)) // max(1, len(ready))) - _load(tx, destination))
+    share = share_requests(left, sum(_load(tx, i) for i in ready), len(ready), _load(tx, destination))
     return share if share < left else None
 
 

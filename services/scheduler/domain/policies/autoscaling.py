@@ -1,4 +1,4 @@
-"""HydraServe §6.1: the sliding-window autoscaler, and the groups in which a surge is started.
+"""HydraServe §6.1: the sliding-window autoscaler, the groups of a surge, and what becomes of them.
 
 "The number of requests received in the previous window is recorded and used to predict the maximum
 number of requests likely to arrive in the next window. The required number of workers is then
@@ -31,6 +31,23 @@ def scale(demand: Demand) -> int:
         return clamp_replicas(demand, demand.live)
     needed = -(-(demand.waiting + demand.running + predict_requests(demand)) // max(1, demand.capacity))
     return clamp_replicas(demand, max(demand.live, needed))
+
+
+def needed_workers(demand: Demand) -> int:
+    """Return the whole instances that groups become, for waiting, running and expected requests."""
+    return -(-(demand.waiting + max(demand.running, predict_requests(demand))) // max(1, demand.capacity))
+
+
+def share_requests(left: int, served: int, workers: int, own: int) -> int:
+    """Return how many requests of a group one of its successors takes (at least 1).
+
+    Args:
+        left: Requests that the group still has.
+        served: Requests of all successors.
+        workers: Successors that are ready.
+        own: Requests of this successor.
+    """
+    return max(1, -(-(left + served) // max(1, workers)) - own)
 
 
 def groups(workers: int, stages: int = 1) -> list[int]:

@@ -48,6 +48,8 @@ class Ask:
     """Expected time of one of its requests on a device."""
     prompt_tokens: int = 0
     output_tokens: float = 0.0
+    missing_workers: int = 1
+    """Instances that the model lacks, this one included."""
 
 
 @value(frozen=True, slots=True)

@@ -9,7 +9,8 @@ import pytest
 
 from services.scheduler.domain.effects import OrderMigration, PublishLoadFailed, SendPrepare
 from services.scheduler.domain.events import MigrationUpdated, Recovered
-from services.scheduler.domain.migration.consolidation import is_consolidation_due, needed_workers
+from services.scheduler.domain.migration.consolidation import is_consolidation_due
+from services.scheduler.domain.policies.autoscaling import needed_workers
 from services.scheduler.domain.policies.port import Demand
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.accounting import booking_of

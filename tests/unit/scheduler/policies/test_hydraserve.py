@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.domain.policies.autoscaling import groups, scale
+from services.scheduler.domain.policies.autoscaling import groups, needed_workers, scale, share_requests
 from services.scheduler.domain.policies.pipelines import Server, Times, allocate, schemes, tpot, ttft_in_turn, ttft_overlapped
 from services.scheduler.domain.policies.port import Demand
+from services.scheduler.domain.values import replace
 from simulator.policies import hydraserve
 from simulator.policies.hydraserve_ledger import Ledger, accepts, record_begin, record_end, settle, share
 from tests.unit.scheduler.policies.views import ask, option
@@ -115,6 +116,17 @@ def test_options_are_chosen_as_schemes_are() -> None:
     assert hydraserve.choose(wanted, [pipeline, ready := option("e/0", 0.0, "ready")], "") == ready
 
 
+def test_pipeline_is_no_smaller_than_the_workers_that_the_model_lacks() -> None:
+    wanted = ask(slo_ttft_s=10.0, slo_tpot_s=0.1, missing_workers=3)
+    small = option("a/0", 8.0, "pipeline", stages=2, full_workers=2, tpot_s=0.05)
+    low = option("b/0", 7.0, "pipeline", stages=4, full_workers=0, tpot_s=0.09)
+    large = option("c/0", 6.0, "pipeline", stages=4, full_workers=3, tpot_s=0.07)
+    assert hydraserve.choose(wanted, [small, low, large], "") == large
+    assert hydraserve.choose(wanted, [small, low], "") == small  # two instances, where three are not within the objectives
+    assert hydraserve.choose(replace(wanted, missing_workers=1), [small, low, large], "") == low
+    assert hydraserve.choose(replace(wanted, missing_workers=9), [small, low, large], "") == large
+
+
 def test_server_accepts_another_fetch_only_if_all_fetches_keep_their_deadlines() -> None:
     """A server takes another fetch only if all fetches keep their deadlines.
 
@@ -122,6 +134,7 @@ def test_server_accepts_another_fetch_only_if_all_fetches_keep_their_deadlines()
     """
     ledger = record_begin(Ledger(2.0 * GB), "a", 8 * GB, 5.0, 0.0)
     assert share(ledger, 0.0) == 1.0 * GB
+    assert share(ledger, 0.0, joins=True) == 2.0 * GB
     assert not accepts(ledger, 0.0)
     assert accepts(ledger, 3.5)  # 1 GB is left, and 1.5 s at 1 GB/s
     assert settle(ledger, 3.0).fetches["a"].pending == pytest.approx(2 * GB)
@@ -155,3 +168,20 @@ def test_a_surge_is_started_in_groups_of_four_at_most() -> None:
     assert groups(1) == [1]
     assert groups(1, stages=4) == [4]
     assert groups(10) == [4, 4, 2]
+
+
+def test_whole_instances_for_running_requests_also_if_none_waits() -> None:
+    assert needed_workers(demand(waiting=0, running=33)) == 5
+    assert needed_workers(demand(waiting=4, running=4, window=12)) == 2
+    assert needed_workers(demand(waiting=0)) == 0
+
+
+@given(st.integers(0, 200), st.integers(1, 16))
+def test_successors_share_the_requests_of_a_group_evenly(requests: int, workers: int) -> None:
+    left, shares = requests, list[int]()
+    for _ in range(workers - 1):
+        shares.append(min(left, share_requests(left, requests - left, workers, 0)))
+        left -= shares[-1]
+    shares.append(left)
+    assert sum(shares) == requests
+    assert max(shares) == -(-requests // workers)

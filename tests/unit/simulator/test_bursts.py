@@ -49,7 +49,7 @@ def test_a_burst_is_one_decision_and_starts_a_pipeline_of_the_workers_that_it_ne
 
 
 def test_without_room_for_the_workers_that_the_load_needs_there_are_fewer() -> None:
-    """Three of four nodes have room for half a model: one stage of a pipeline becomes an instance."""
+    """Three of four nodes have room for half a model: one stage becomes an instance."""
     large = NodeGroup(name="large", devices=1, device_gb=20, dram_gb=0, links=LinkSpeeds(remote=1, ssd=1, device=1000))
     small = large.model_copy(update={"name": "small", "count": 3, "device_gb": 6.0})
     cluster = machines().model_copy(update={"nodes": (large, small)})

@@ -74,7 +74,8 @@ def main() -> None:
             flush=True,
         )
         if args.json is not None:
-            write([result], args.json, {"seeds": options.seeds, "scale": options.scale})
+            settings = {"seeds": options.seeds, "scale": options.scale, "sensitivity": options.sensitivity}
+            write([result], args.json, settings)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def run(options: Options) -> Result:
         + "."
     )
     result.notes.append(
-        "So the paper's pipeline adds 22 to 41 ms for each stage to a token of 58 ms, which is close to Eq. 2's worst case (each stage "
+        "So the paper's pipeline adds 22 to 42 ms for each stage to a token of 58 ms, which is close to Eq. 2's worst case (each stage "
         "takes as long as the whole model). In its Fig. 14b, with the same model and stages, it adds 8 ms (hydraserve-fig14). Nothing shares "
         "these devices, and the artifact's cGPU policy (1, preemptive) gives a process that is alone all of a device. What slows the "
         "pipeline of Fig. 12 more than those of Fig. 14 the paper does not say."

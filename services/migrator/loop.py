@@ -19,7 +19,7 @@ from services.migrator.adapters.telemetry import Metrics, MigrationSpan
 from services.migrator.domain.decide import begin, deadline, decide, handed_over
 from services.migrator.domain.events import Answered, Ask, Effect, Ended, Event, Forget, Link, Lost, Refused, Save, Tick
 from services.migrator.domain.leases import Leases, find_claimable, next_look
-from services.migrator.domain.rounds import UNKNOWN_LINK, Speed
+from services.migrator.domain.speeds import LearnedSpeeds
 from services.migrator.domain.work import Options, Work
 from shared.contracts.base import Message
 from shared.contracts.migration import MigrationRecord
@@ -29,7 +29,6 @@ from shared.tasks import end
 log = logging.getLogger(__name__)
 _LONGEST_S = 5.0
 _LAST_WRITE_S = 2.0
-SPEEDS_KEPT = 1_000
 
 
 class Conversations(Protocol):
@@ -50,8 +49,7 @@ class Migrator:
         self._options = options
         self._leases = Leases()
         self.copy = Copy(self._leases, self._on_changed)
-        self._speeds: dict[tuple[str, str], Speed] = {}
-        self._links: dict[tuple[str, str], Speed] = {}
+        self._learned = LearnedSpeeds()
         self._looked = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._held: Held | None = None
@@ -100,7 +98,6 @@ class Migrator:
         return claimed
 
     async def _migrate(self, record: MigrationRecord, held: Held) -> None:
-        model = (record.model, record.node)
         span = MigrationSpan(record)
         self._held, self._events = held, asyncio.Queue()
         writing = asyncio.create_task(held.run(), name="write record")
@@ -108,7 +105,7 @@ class Migrator:
             "migration started", extra={"migration_id": record.migration_id, "from": record.source_instance, "to": record.node}
         )
         claimed = record.model_copy(update={"traceparent": span.traceparent})
-        speed, link = self._speeds.get(model, Speed()), self._links.get((record.source_node, record.node), UNKNOWN_LINK)
+        speed, link = self._learned.recompute(record), self._learned.link(record)
         work, effects = begin(claimed, self._records.owner, speed, self._options, time.monotonic(), link)
         ended = None
         try:
@@ -126,17 +123,10 @@ class Migrator:
             self._held = None
             await end(writing, *self._tasks)
             span.end(work.record, lost=ended is None or ended.lost)
-        self._on_ended(ended, work, model)
+        self._on_ended(ended, work)
 
-    def _on_ended(self, ended: Ended, work: Work, model: tuple[str, str]) -> None:
-        for speeds, key, speed in (
-            (self._speeds, model, work.speed),
-            (self._links, (work.record.source_node, work.record.node), work.link),
-        ):
-            speeds.pop(key, None)
-            speeds[key] = speed
-            while len(speeds) > SPEEDS_KEPT:
-                del speeds[next(iter(speeds))]
+    def _on_ended(self, ended: Ended, work: Work) -> None:
+        self._learned.keep(work.record, work.speed, work.link)
         fields = {"migration_id": ended.record.migration_id, "state": "lost" if ended.lost else ended.record.state}
         if not ended.lost:
             self._leases.forget(ended.record.migration_id)

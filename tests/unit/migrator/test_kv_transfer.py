@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.migrator.domain.rounds import UNKNOWN_LINK, Speed, choose_way, learn_speed, transfer_speed
+from services.migrator.domain.speeds import LearnedSpeeds
 from services.migrator.domain.work import Options
 from shared.contracts.migration import MigrationRecord
 from tests.unit.migrator.world import World
@@ -62,6 +63,27 @@ def test_slow_link_is_learned_and_the_rest_is_recomputed() -> None:
     assert record.state == "done"
     assert ways(record)[0]
     assert not ways(record)[1]
+
+
+def test_each_pair_of_nodes_has_a_link_speed_of_its_own() -> None:
+    """20 ms per KiB to node c, 0.1 ms to node b; recomputing a token, of 1 KiB, takes 1 ms."""
+    made = world(ms_per_token=1.0, ms_per_kib=0.1)
+    made.engines["c"].ms_per_token, made.engines["c"].ms_per_kib = 1.0, 20.0
+    migrator = made.migrator()
+    migrator.learned = learned = LearnedSpeeds()
+    kept = []
+    for turn in range(2):
+        for destination in "cb":
+            order = made.order(made.request(tokens=1500.0), destination=destination)
+            made.settle()
+            kept.append(made.record(order))
+            assert kept[-1].state == "done", (turn, destination)
+    slow, fast = (learned.link(kept[n]).predict_ms(1500) for n in (2, 3))
+    unknown = learned.link(kept[0].model_copy(update={"source_node": "node-d"})).predict_ms(1500)
+    assert slow > 1500 * 10 > 1500 > fast
+    assert unknown == UNKNOWN_LINK.predict_ms(1500)
+    # The first requests try their link. Of the next ones, that over the slow link is recomputed.
+    assert [ways(record)[0] for record in kept] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("stages", [1, 4])

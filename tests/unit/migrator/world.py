@@ -12,6 +12,7 @@ from services.migrator.domain.decide import begin, decide
 from services.migrator.domain.events import Answered, Ask, Effect, Ended, Event, Forget, Link, Lost, Refused, Save, Tick
 from services.migrator.domain.leases import Leases, find_claimable
 from services.migrator.domain.rounds import Speed
+from services.migrator.domain.speeds import LearnedSpeeds
 from services.migrator.domain.work import Options, Work, base_of
 from shared.contracts.base import ErrorBody, Message
 from shared.contracts.kv_transfer import KvLayer, KvLayout, KvOffer, KvPart
@@ -118,6 +119,8 @@ class Migrator:
     revision: int = 0
     unsaved: MigrationRecord | None = None
     ended: list[Ended] = field(default_factory=list)
+    learned: LearnedSpeeds | None = None
+    """What it keeps from one migration for the next; None: nothing."""
     turn: int = 0
     """Number of migrations taken up so far.
 
@@ -141,7 +144,8 @@ class Migrator:
             claimed = free.model_copy(update={"owner": self.name, "beats": free.beats + 1})
             self.migration_id, self.turn = free.migration_id, self.turn + 1
             self.revision = world.put(claimed)
-            self.work, effects = begin(claimed, self.name, Speed(0.2, 10.0), world.options, world.now)
+            known = (Speed(0.2, 10.0),) if self.learned is None else (self.learned.recompute(claimed), self.learned.link(claimed))
+            self.work, effects = begin(claimed, self.name, known[0], world.options, world.now, *known[1:])
             self.carry_out(effects)
 
     def hear(self, event: Event) -> None:
@@ -162,6 +166,8 @@ class Migrator:
                     self.ended.append(effect)
                     if not effect.lost:
                         self.write()
+                    if self.learned is not None and self.work is not None:
+                        self.learned.keep(self.work.record, self.work.speed, self.work.link)
                     self.work, self.unsaved = None, None
                 case Link():
                     pass
@@ -223,9 +229,9 @@ class World:
             model="m",
             revision=revision,
             source_instance=source,
-            source_node="n",
+            source_node=f"node-{source}",
             instance_id=destination,
-            node="n",
+            node=f"node-{destination}",
             request_id=request.name if request else None,
             at_most=at_most,
             created=self.now,

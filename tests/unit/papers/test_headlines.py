@@ -12,7 +12,7 @@ from statistics import fmean
 
 import pytest
 
-from bench.papers import hydraserve, serverlessllm, tangram, thaw_beside
+from bench.papers import hydraserve, hydraserve_fig14, serverlessllm, tangram, thaw_beside
 from bench.papers.core import Case, Measure, Options, run
 from bench.simulator import torpor as torpor_small
 from services.scheduler.domain.policies import thaw
@@ -55,6 +55,19 @@ def test_tangram_loads_faster_than_its_baseline(level: str) -> None:
         for p in (tangram.TANGRAM, tangram.SLLM_CM)
     ]
     assert loads[0] < loads[1]
+
+
+def test_hydraserve_answers_a_burst_sooner_in_groups_that_become_all_workers() -> None:
+    """Section 8.4, Fig. 14: 128 requests on 16 devices."""
+    outcomes = {g: run(hydraserve_fig14.case(128, g, hydraserve_fig14.machines()), 0) for g in (1, 4, None)}
+    single, four, chosen = (hydraserve_fig14.measure(outcomes[g]) for g in (1, 4, None))
+    assert outcomes[None].stages == outcomes[4].stages == [4] * 4
+    assert outcomes[4].successors == [4] * 4
+    assert single["instances"] == four["instances"] == 16
+    assert single["unserved"] == four["unserved"] == chosen["unserved"] == 0
+    assert single["mean_ttft_s"] > 1.5 * four["mean_ttft_s"]
+    assert single["tpot_ms"] < four["tpot_ms"] < 1.19 * single["tpot_ms"]
+    assert chosen == four
 
 
 def test_hydraserve_meets_more_objectives_than_both_baselines() -> None:

@@ -106,7 +106,7 @@ def test_pipelines_of_the_same_nodes_gather_one_after_the_other() -> None:
     assert second - first == pytest.approx(4 * int(first / 0.1) * KV_GB * 3 / 4, abs=2 * 4 * KV_GB)
 
 
-def test_pipelines_whose_stages_are_on_the_same_nodes_share_fetches_which_the_ledger_counts_once() -> None:
+def test_stages_of_one_node_share_a_fetch_which_the_ledger_counts_once() -> None:
     """64 requests need 16 workers, and Eq. 3 allows no second fetch of 2.5 GB in 4 s on a link.
 
     All four pipelines join the fetch of the first one, and later the fetch of the rest.

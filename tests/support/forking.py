@@ -16,16 +16,18 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support import worker
 from thaw.launcher.forkserver.client import MODULE, ForkServer, ForkServerFailed
 from thaw.launcher.forkserver.cloning import supports_cloning
 from thaw.launcher.services import SERVICES
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = "tests.support.fork_server"
+WORKER_SERVER = "tests.support.worker_server"
 ENGINES = ("services.engine", "services.engine.zygote", "tests.support.faulty_zygote", "tests.support.paced_zygote")
 """Modules of engines, which import torch and transformers."""
 _TORCH_USERS = ("bench.loader_case", "tests.support.mapped_gpu_units")
@@ -36,7 +38,7 @@ _TOOLS = ("simulator", "weights.load", "weights.convert")
 _STUBS = ("tests.support.stub_engine", "tests.support.stub_zygote", "tests.support.stopping_loader")
 _PARSER = "services.gateway.http.parsing.parser_worker"
 """Imported with the gateway, which tests have in their own process, too."""
-FORKED = (*_LIGHT, _PARSER, *_TOOLS, *_STUBS, *ENGINES, *_TORCH_USERS)
+FORKED = (*_LIGHT, _PARSER, *_TOOLS, *_STUBS, *ENGINES, *_TORCH_USERS, worker.MODULE)
 _COMMANDS = tuple(f"thaw.cli.{name}" for name in ("up", "keys", "models", "ps", "doctor", "logs"))
 """Modules that the command line imports when they are used."""
 _LATE = (
@@ -59,6 +61,8 @@ _READY_WITHIN_S = 120.0
 _execute: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # no public hook has its place
 _servers: dict[bool, ForkServer] = {}
 """This test process's fork servers: without torch, and with it."""
+_workers: ForkServer | None = None
+"""In the controller of pytest-xdist: the fork server of its workers."""
 _starting = threading.Lock()
 """Held while one is started: a mesh's processes are started by several threads."""
 _own: ForkServer | None = None
@@ -78,6 +82,16 @@ class _OwnServer(ForkServer):
 def install() -> None:
     """Fork from here on; where a system has no fork server, commands are executed."""
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+
+
+def install_workers(arguments: Sequence[str]) -> None:
+    """Fork pytest-xdist's workers from a process that collects the tests of `arguments` once."""
+    global _workers
+    if supports_cloning():
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # a process with threads cannot fork
+        _workers = ForkServer((*arguments, "-n", "0"), environment, Path.cwd(), program=WORKER_SERVER)
+        if _workers.await_ready(_READY_WITHIN_S):
+            worker.install()
 
 
 def install_in_service() -> None:
@@ -106,8 +120,12 @@ def executed() -> Iterator[None]:
 
 def close() -> None:
     """End this process's fork servers; processes that they forked keep running."""
+    global _workers
     while _servers:
         _servers.popitem()[1].close()
+    if _workers is not None:
+        _workers.close()
+        _workers = None
 
 
 def _execute_child(
@@ -161,6 +179,8 @@ def _server_for(module: str, arguments: list[str], environment: Mapping[str, str
     """Return the fork server for a module; None where it has to be executed."""
     if _is_service:
         return _own
+    if module == worker.MODULE:
+        return _workers
     if module == MODULE or not supports_cloning():
         return None  # tests of the launcher's fork server start the real one
     has_torch = module in (*ENGINES, *_TORCH_USERS) or _starts_engines(module, arguments, environment)

@@ -15,6 +15,7 @@ from services.gateway.domain.tool_calls.pieces import Arguments, CallStarted, Pi
 from shared.contracts.engines import ToolFormat
 from shared.tool_calls.families import FAMILIES
 from shared.tool_calls.family import JsonArguments, NamedCall
+from tests.support.examples import examples
 from tests.support.tool_texts import write_calls
 
 SCHEMA: dict[str, Any] = {
@@ -287,7 +288,7 @@ def fragments(form: ToolFormat) -> st.SearchStrategy[str]:
     return ANY | st.sampled_from([whole, whole[:-3], *(text for text in own if text)])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from(FORMS), st.data())
 def test_any_division_of_a_text_gives_the_same_deltas(form: ToolFormat, data: st.DataObject) -> None:
     text = data.draw(st.lists(fragments(form), max_size=14).map("".join))
@@ -326,7 +327,7 @@ TYPED = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.sampled_from(FORMS), st.data())
 def test_written_calls_are_read_as_they_were_written(form: ToolFormat, data: st.DataObject) -> None:
     style = FAMILIES[form].style

@@ -260,9 +260,9 @@ def compete(w: World, keys: dict[str, KeyDemand], seconds: float, ends_after: fl
 def test_keys_whose_models_always_serve_take_turns_by_weight(weight: float) -> None:
     """Without shares each turn lasts until the other has waited `preempt_after_s`."""
     w = world("a", "b", preempt_after_s=10_000.0, starve_after_s=10_000.0)
-    served, longest = compete(w, {"a": key("a", weight=weight), "b": key("b")}, 320.0, ends_after=0.5)
+    served, longest = compete(w, {"a": key("a", weight=weight), "b": key("b")}, 160.0, ends_after=0.5)
     assert served["a"] / served["b"] == pytest.approx(weight, rel=0.2)
-    assert longest < 320.0 / 4, "several turns each"
+    assert longest < 160.0 / 4, "several turns each"
 
 
 @pytest.mark.parametrize("wakes", [False, True])

@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 from xdist.remote import Producer
 
-from tests.support import forking, what_ran
+from tests.support import forking, prepared_database, what_ran
 from tests.support.by_folder import ByFolder
 from tests.support.examples import examples
 from tests.support.reaping import tie_to_this_process
@@ -61,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     forking.close()
+    prepared_database.remove()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -118,6 +118,11 @@ def executed() -> Iterator[None]:
         _is_enabled = before
 
 
+def is_enabled() -> bool:
+    """Return whether commands are forked, outside the blocks of `executed`."""
+    return _is_enabled
+
+
 def close() -> None:
     """End this process's fork servers; processes that they forked keep running."""
     global _workers

@@ -21,6 +21,7 @@ import psutil
 from services.enginehost.runtimes import reaper
 from shared.contracts.segment import segment_prefix
 from shared.ports import free_port
+from tests.support import forking, prepared_database
 from thaw.cli.app import main
 from thaw.launcher.processes import MARK
 
@@ -67,6 +68,8 @@ class Thaw:
         Args:
             prefix: A command that runs its arguments.
         """
+        if arguments[0] == "up" and forking.is_enabled() and not self.environment.get("THAW_DATABASE_URL"):
+            prepared_database.provide(self.home)
         return subprocess.Popen(
             [*prefix, sys.executable, "-m", "thaw.cli.app", *arguments],
             env=self.environment,

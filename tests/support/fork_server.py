@@ -26,7 +26,7 @@ from thaw.launcher.forkserver.client import MODULE
 from thaw.launcher.forkserver.cloning import set_identity
 from thaw.launcher.forkserver.protocol import Start
 
-_STARTERS = ("services.nodeagent", "thaw.cli.app", "thaw.launcher.supervisor")
+_STARTERS = ("services.nodeagent", "thaw.cli.app", "thaw.launcher.supervisor", *forking.BENCHES)
 """Modules that start others of `forking.FORKED`."""
 _REREAD = ("huggingface_hub", "transformers")
 """Packages that read the environment when they are imported; engines need them offline."""

@@ -30,8 +30,10 @@ SERVER = "tests.support.fork_server"
 WORKER_SERVER = "tests.support.worker_server"
 ENGINES = ("services.engine", "services.engine.zygote", "tests.support.faulty_zygote", "tests.support.paced_zygote")
 """Modules of engines, which import torch and transformers."""
-_TORCH_USERS = ("bench.loader_case", "tests.support.mapped_gpu_units")
-"""Other modules that import torch; a fork server does not import these themselves."""
+BENCHES = ("bench.gpu", "bench.gpu.models", "bench.gpu.serving", "thaw")
+"""Modules of a benchmark that start meshes, and the name by which benchmarks start the command line."""
+_TORCH_USERS = ("bench.loader_case", "tests.support.mapped_gpu_units", *BENCHES)
+"""Other modules that import torch, or start those; a fork server does not import these themselves."""
 _LIGHT = (*SERVICES, "services.enginehost", "thaw.cli.app", "thaw.launcher.supervisor")
 _TOOLS = ("simulator", "weights.load", "weights.convert")
 """What the command line and the gateway run as processes of their own."""

@@ -42,13 +42,17 @@ class Pace:
     @contextlib.contextmanager
     def slowed(self, step_s: float = SLOW_STEP_S) -> Iterator[None]:
         """Make all engines wait for `step_s` seconds before each step, until the block ends."""
-        draft = self._file.with_suffix(".new")
-        draft.write_text(str(step_s))
-        draft.rename(self._file)
+        self.change(step_s)
         try:
             yield
         finally:
             self._file.unlink()
+
+    def change(self, step_s: float) -> None:
+        """Make them wait for `step_s` seconds instead, inside a block of `slowed`."""
+        draft = self._file.with_suffix(".new")
+        draft.write_text(str(step_s))
+        draft.rename(self._file)
 
 
 def _wait_s() -> float:

@@ -26,10 +26,11 @@ from tests.support.kv_transfer import Fault, Proxy
 from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
 
-LONG: dict[str, Any] = SLOW | {"max_tokens": 200, "temperature": 1.0}
+LONG: dict[str, Any] = SLOW | {"max_tokens": 80, "temperature": 1.0}
 """A request that lasts until it is resumed: the engine is slow until then."""
 BODY = LONG | {"n": 2}
-STEP_S = 0.05
+STEP_S, LATER_STEP_S = 0.05, 0.2
+"""The wait of each step until a response has begun, and until it is resumed."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Move:
         self._slow.enter_context(self._pair.pace.slowed(STEP_S))
         self.stream = await self._engines.ask(self._pair.instances[0], "completion", **named, **self._body)
         await self.stream.until(lambda _: len(self.stream.tokens()) >= tokens)
+        self._pair.pace.change(LATER_STEP_S)
         started = self.stream.replies[0]
         assert isinstance(started, InferStarted)
         self.started = started

@@ -28,7 +28,13 @@ from thaw.launcher.services import SERVICES
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = "tests.support.fork_server"
 WORKER_SERVER = "tests.support.worker_server"
-ENGINES = ("services.engine", "services.engine.zygote", "tests.support.faulty_zygote", "tests.support.paced_zygote")
+ENGINES = (
+    "services.engine",
+    "services.engine.zygote",
+    "tests.support.engine_without_gpu",
+    "tests.support.faulty_zygote",
+    "tests.support.paced_zygote",
+)
 """Modules of engines, which import torch and transformers."""
 BENCHES = ("bench.gpu", "bench.gpu.models", "bench.gpu.serving", "thaw")
 """Modules of a benchmark that start meshes, and the name by which benchmarks start the command line."""

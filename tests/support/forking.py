@@ -37,9 +37,9 @@ ENGINES = (
 )
 """Modules of engines, which import torch and transformers."""
 BENCHES = ("bench.gpu", "bench.gpu.models", "bench.gpu.serving", "thaw")
-"""Modules of a benchmark that start meshes, and the name by which benchmarks start the command line."""
+"""Modules of a benchmark that start meshes, and the command line as benchmarks start it."""
 _TORCH_USERS = ("bench.loader_case", "tests.support.mapped_gpu_units", *BENCHES)
-"""Other modules that import torch, or start those; a fork server does not import these themselves."""
+"""Other modules that import torch, or start those that do; a fork server does not import them."""
 _LIGHT = (*SERVICES, "services.enginehost", "thaw.cli.app", "thaw.launcher.supervisor")
 _TOOLS = ("simulator", "weights.load", "weights.convert")
 """What the command line and the gateway run as processes of their own."""
@@ -66,6 +66,8 @@ _READ_BY_PYTHON = ("PYTHON", "LD_")
 _READ_BY_TORCH = ("OMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_", "HF_", "TRANSFORMERS_")
 """Prefixes of environment variables that are read at the start and during imports."""
 _READY_WITHIN_S = 120.0
+_COLLECTED_WITHIN_S = 600.0
+"""A collection compiles all tests of a new clone: half a minute of CPU time."""
 _execute: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # no public hook has its place
 _servers: dict[bool, ForkServer] = {}
 """This test process's fork servers: without torch, and with it."""
@@ -98,7 +100,7 @@ def install_workers(arguments: Sequence[str]) -> None:
     if supports_cloning():
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # a process with threads cannot fork
         _workers = ForkServer((*arguments, "-n", "0"), environment, Path.cwd(), program=WORKER_SERVER)
-        if _workers.await_ready(_READY_WITHIN_S):
+        if _workers.await_ready(_COLLECTED_WITHIN_S):
             worker.install()
 
 

@@ -24,6 +24,7 @@ from shared.sizing import need_of
 from tests.support.launcher import until
 from tests.support.mesh import LOADER, MODELS, NODEAGENT, Victim
 from tests.support.outcomes import Asked
+from tests.support.paced_zygote import slowed_by
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
@@ -31,7 +32,7 @@ KILLS = int(os.environ.get("THAW_TEST_EXECUTOR_KILLS", "0"))
 """Kills at random times. `make test-long` sets 200."""
 SEED = int(os.environ.get("THAW_TEST_SEED", "18"))
 CLIENTS = 4
-TOKENS = 60
+TOKENS, STEP_S = 20, 0.02
 PHASES = ("attach", "swap", "compute")
 PROCESSES = ("executor", NODEAGENT, LOADER)
 FEW = [("executor", "attach"), ("executor", "swap"), ("executor", "compute"), (NODEAGENT, "attach"), (LOADER, "swap")]
@@ -42,7 +43,7 @@ CASES = list(itertools.product(PROCESSES, PHASES)) if KILLS else FEW
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Victim]:
     """Start a mesh whose device has room for an executor with two of three models."""
-    thaw = Victim(THAW_WATCHDOG_S="60", THAW_DRAM_BYTES="0")
+    thaw = Victim(THAW_WATCHDOG_S="60", THAW_DRAM_BYTES="0", **slowed_by(STEP_S))
     models = thaw.home / "models"
     specs = [
         ModelSpec(name=name, source=str(make_demo_model(models / name, "test", seed=i)), isolation="shared")

@@ -28,15 +28,22 @@ from tests.support.reaping import tie_to_this_process
 
 
 def campaign(
-    faults: tuple[Fault, ...], seed: int, clients: int, say: Say, seconds: float | None = None, keep: Path | None = None
+    faults: tuple[Fault, ...],
+    seed: int,
+    clients: int,
+    say: Say,
+    seconds: float | None = None,
+    keep: Path | None = None,
+    bed: Bed | None = None,
 ) -> Findings:
     """Bring a mesh up, carry the plan out, shut the mesh down.
 
     Args:
         seconds: no fault begins after so long.
         keep: a directory that gets the mesh's logs.
+        bed: the mesh, which has not started.
     """
-    bed = Bed()
+    bed = bed or Bed()
     try:
         say(f"state directory {bed.home}")
         bed.begin()

@@ -29,6 +29,7 @@ from shared.contracts.node import InstanceState
 from shared.ports import free_port
 from shared.settings import NodeSettings
 from shared.sizing import need_of
+from tests.support import paced_zygote
 from tests.support.adapters import write_adapter
 from tests.support.launcher import ROOT, Thaw
 from tests.support.mesh import listens, mapped_bytes
@@ -85,8 +86,14 @@ class Keeper:
 class Bed(Thaw):
     """`hosted`: what runs the model `llama`, as named in the report."""
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, long: tuple[int, ...] = (16, 100, 400), **environment: str) -> None:
+        """Prepare the mesh.
+
+        Args:
+            long: Tokens of a response of the builtin engine, one of these.
+        """
         super().__init__(**environment)
+        self._long = long
         self.hosted = "none"
         self.needs: dict[str, int] = {}
         self.keepers: dict[str, Keeper] = {}
@@ -129,7 +136,7 @@ class Bed(Thaw):
 
     def list_served(self) -> tuple[Served, ...]:
         """What clients ask for."""
-        long, short = (16, 100, 400), (8, 24)
+        long, short = self._long, (8, 24)
         found = [
             Served("one", 4, long),
             Served("one:style", 1.5, long),
@@ -262,7 +269,7 @@ class Bed(Thaw):
             return [p for p, c in own if "services.enginehost" in c]
         if kind == "hosted engine":
             return [p for p, c in own if "llama_cpp.server" in c or "tests.support.fake_openai" in c]
-        engines = [p for p, c in own if "services.engine " in f"{c} " or "services.engine.zygote" in c]
+        engines = [p for p, c in own if "services.engine " in f"{c} " or "services.engine.zygote" in c or paced_zygote.MODULE in c]
         return [p for p in engines if listens(p) == (kind == "zygote")]
 
     def name_of(self, kind: str, process: psutil.Process) -> str:

@@ -10,10 +10,16 @@ import os
 import pytest
 
 from bench.chaos.__main__ import campaign
+from bench.chaos.bed import Bed
 from bench.chaos.campaign import say
 from bench.chaos.faults import plan
+from tests.support.paced_zygote import slowed_by
 
 SEED, CLIENTS = 31, 4
+LONG, STEP_S = (16, 50, 160), 0.01
+"""Tokens of a response, and the wait of each step: they last as long as those of the benchmark, of
+up to 400 tokens, and cost a part of its CPU time.
+"""
 KILLS = int(os.environ.get("THAW_TEST_CHAOS_KILLS", "5"))
 """Processes struck. With this seed the first five are those of a pair (loader, zygote), NATS, an
 engine that is stopped, and a nodeagent. `make test-long` sets 40.
@@ -22,7 +28,7 @@ engine that is stopped, and a nodeagent. `make test-long` sets 40.
 
 @pytest.mark.timeout(300 + 30 * KILLS)
 def test_campaign_of_seeded_faults_has_no_failures() -> None:
-    findings = campaign(plan(KILLS, SEED), SEED, CLIENTS, say)
+    findings = campaign(plan(KILLS, SEED), SEED, CLIENTS, say, bed=Bed(LONG, **slowed_by(STEP_S)))
     assert findings.failures() == []
     assert findings.skipped == []
     assert sum(len(s.fault.strikes) for s in findings.struck) == KILLS

@@ -19,7 +19,7 @@ from tests.support.paced_zygote import slowed_by
 
 STREAMS = int(os.environ.get("THAW_TEST_STORM_STREAMS", "20"))
 """More than the model's `max_concurrency` of 16."""
-TOKENS, STEP_S = 300, 0.02
+TOKENS, STEP_S = 100, 0.06
 """A stream takes at least six seconds, and hardly any CPU time: it outlives a kill or two."""
 FOR_S, EVERY_S = float(os.environ.get("THAW_TEST_STORM_S", "6")), 2.0
 """`make test-long` kills engines for a minute, under 30 streams."""

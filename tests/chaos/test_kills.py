@@ -17,7 +17,7 @@ from tests.support.outcomes import Asked, ask
 from tests.support.paced_zygote import Pace
 
 SUPERVISED = ("gateway", "scheduler", NODEAGENT, LOADER)
-TOKENS = 200
+TOKENS, STEP_S = 100, 0.2
 """Of a stream, which takes 20 s while the engine is slowed down: it outlives what is killed."""
 
 
@@ -89,7 +89,7 @@ def test_sigkill_of_a_service_during_a_stream_does_not_affect_it(
 ) -> None:
     assert whole.startswith(ask(client))
     engine = mesh.engine("one")
-    with pace.slowed():
+    with pace.slowed(STEP_S):
         asked = Asked(mesh.url, "one", tokens=TOKENS)
         assert asked.begun.wait(120)
         with held(engine):  # the stream cannot end before the service
@@ -109,7 +109,7 @@ def test_killed_engine_is_replaced_and_its_responses_resumed(
     mesh: Victim, client: openai.OpenAI, pace: Pace, stream: bool, whole: str
 ) -> None:
     """Responses resume on a replacement engine, from the tokens already generated."""
-    with pace.slowed():
+    with pace.slowed(STEP_S):
         first = Asked(mesh.url, "one", tokens=TOKENS)
         other = Asked(mesh.url, "one", stream=stream, tokens=TOKENS)
         assert first.begun.wait(120)
@@ -127,7 +127,7 @@ def test_killed_engine_is_replaced_and_its_responses_resumed(
 def test_streaming_engine_with_a_key(mesh: Victim, pace: Pace, temperature: float) -> None:
     """The stream resumes on another engine; a repeated key gets the same response."""
     fields: dict[str, Any] = {"key": f"chaos-{temperature}", "temperature": temperature, "tokens": TOKENS}
-    with pace.slowed():
+    with pace.slowed(STEP_S):
         first = Asked(mesh.url, "one", **fields)
         assert first.begun.wait(120)
         kill(mesh.engine("one"))

@@ -21,7 +21,7 @@ from tests.support.moving_steps import Order, Staged, stopped
 from tests.support.paced_zygote import slowed_by
 
 NODES = ("node-0", "node-1", "node-2")
-TOKENS, STEP_S = 200, 0.025
+TOKENS, STEP_S = 100, 0.05
 """Tokens of a stream that is still running when every process is stopped at the wanted step."""
 LONG = body("one", seed=3, max_tokens=TOKENS, ignore_eos=True)
 GREEDY = body("one", max_tokens=TOKENS, ignore_eos=True)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 RESUMED_WITHIN_S = 60.0
 TRIED_EVERY_S = 0.1
 WRITTEN_EVERY_S = 0.5
-STEP_S = 0.02
+STEP_S = 0.06
 """The engines wait so long before each step: streams last, and hardly cost CPU time."""
 
 
@@ -204,7 +204,7 @@ class Load(threading.Thread):
         while not self._over.is_set():
             try:
                 stream = self._client.chat.completions.create(
-                    model="one", messages=[{"role": "user", "content": QUESTION}], max_tokens=200, temperature=0, stream=True
+                    model="one", messages=[{"role": "user", "content": QUESTION}], max_tokens=70, temperature=0, stream=True
                 )
                 chunks = list(stream)
             except openai.APIError as e:

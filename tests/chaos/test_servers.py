@@ -16,7 +16,7 @@ from tests.support.paced_zygote import Pace
 
 SERVERS = ("nats", "postgres")
 SERVICES = ("gateway", "scheduler", NODEAGENT, LOADER)
-TOKENS, STEP_S = 300, 0.015
+TOKENS, STEP_S = 100, 0.045
 """A stream takes at least 4.5 s while its engine is slowed down: it outlives a server by far."""
 
 
@@ -100,7 +100,7 @@ def test_lost_final_message_is_detected_and_the_stream_resumed(mesh: Victim, cli
     engine = psutil.Process(mesh.engine("one"))
     keys = ("", "an-end-that-was-lost")
     with contextlib.ExitStack() as silent:
-        with pace.slowed():  # no stream ends before NATS is silent
+        with pace.slowed(0.3):  # no stream ends before NATS is silent
             streams = [Asked(mesh.url, "one", tokens=TOKENS, key=key) for key in keys]
             assert all(s.begun.wait(120) for s in streams)
             silent.enter_context(held(mesh.pid("nats")))

@@ -17,7 +17,7 @@ from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream, body
 from thaw.demo.models import Shape
 
-LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
 OPTIONS: dict[str, Any] = {"max_concurrency": 4, "keep_alive": -1}
 SHAPE = Shape(1024, 128, 512, 8, 4, 2, 1024, "float32", 0.0)
 PIECE_DELAY_S = 0.06

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.launcher import Thaw, running, until
 from tests.support.moving import Stream, body
+from tests.support.paced_zygote import Pace
 from thaw.demo.models import make_demo_model
 
 NAMES = tuple("abcdef")
@@ -19,8 +20,8 @@ DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Thaw]:
-    thaw = Thaw(THAW_DRAM_BYTES="0", THAW_VERIFY="true")
+def mesh(pace: Pace) -> Iterator[Thaw]:
+    thaw = Thaw(THAW_DRAM_BYTES="0", THAW_VERIFY="true", **pace.environment)
     sources = {name: make_demo_model(thaw.home / "models" / name, "test", seed) for seed, name in enumerate(NAMES)}
     for source in sources.values():
         config = json.loads((source / "config.json").read_text())
@@ -54,14 +55,16 @@ def assert_booked_once(mesh: Thaw) -> None:
     until(agrees, what="bookings follow the devices of the instances")
 
 
-def test_a_burst_of_models_is_spread_and_a_busy_device_is_left_alone(mesh: Thaw) -> None:
+def test_a_burst_of_models_is_spread_and_a_busy_device_is_left_alone(mesh: Thaw, pace: Pace) -> None:
     with ThreadPoolExecutor(3) as pool:
         expected = dict(zip("abc", pool.map(lambda name: text(mesh, name), "abc"), strict=True))
     assert len({device_of(mesh, name) for name in "abc"}) > 1, "they were not all bound to one device"
     assert_booked_once(mesh)
-    long = Stream(mesh.url, body("a", max_tokens=900, ignore_eos=True)).start()
-    assert long.opened.wait(60)
-    expected["d"] = text(mesh, "d")
+    with pace.slowed():
+        long = Stream(mesh.url, body("a", max_tokens=300, ignore_eos=True)).start()
+        assert long.opened.wait(60)
+        expected["d"] = text(mesh, "d")
+        assert not long.done
     assert long.result().done
     mesh.json("sleep", "d")
     assert text(mesh, "d") == expected["d"], "wherever it is bound"

@@ -25,8 +25,8 @@ from tests.support.paced_zygote import Pace
 MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "8"))
 """`make test-long` sets a thousand."""
 STREAMS = 6
-TOKENS = 300
-STEP_S = 0.03
+TOKENS = 150
+STEP_S = 0.06
 """Streams of some ten seconds, while they migrate."""
 
 
@@ -68,13 +68,13 @@ BODIES: list[dict[str, Any]] = [
     body("one", seed=8, max_tokens=TOKENS, n=2),
     body("one", seed=9, max_tokens=TOKENS, frequency_penalty=0.5, presence_penalty=0.2),
     body("one", seed=10, max_tokens=TOKENS, prompt="né 日本 café"),
-    body("one", seed=11, max_tokens=TOKENS - 100),
+    body("one", seed=11, max_tokens=TOKENS - 50),
 ]
 CITIES: dict[str, Any] = {"type": "array", "items": {"enum": ["Bern", "Rome", "Oslo"]}, "minItems": 20, "maxItems": 20}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"cities": CITIES}, "required": ["cities"], "additionalProperties": False}
 FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "travel", "parameters": SCHEMA}}
-LONG = body("one", max_tokens=500, ignore_eos=True)
+LONG = body("one", max_tokens=250, ignore_eos=True)
 """A single stream that is still running when the migrator gets its order, on a busy machine too:
 engines are slow until then.
 """
@@ -290,6 +290,7 @@ def test_constrained_output_survives_a_move_and_a_kill(mesh: Roomy, pace: Pace, 
         kill(mesh.serving("one")[2])
     assert len(stream.tokens) < len(expected.tokens)
     stream.result().assert_same(expected)
+    until(lambda: mesh.inside("trace", stream.request_id, "--json")[0] == 0, what="the request's trace is written")
     kinds = [h["kind"] for h in mesh.json("trace", stream.request_id)["request"]["handovers"]]
     assert kinds == ["move", "failover"]
     mesh.await_settled()

@@ -18,7 +18,7 @@ from thaw.demo.models import Shape, make_demo_model
 
 SHAPE = Shape(4096, 256, 1024, 6, 4, 2, 1024, "float32", 0.0)
 """Weights of 28 MiB: units of 2 to 4 MiB."""
-LONG = {"max_tokens": 900, "ignore_eos": True}
+LONG, STEP_S = {"max_tokens": 300, "ignore_eos": True}, 0.3
 """A stream that outlasts the start of an engine, as long as its steps are slow."""
 
 
@@ -76,7 +76,7 @@ def test_a_model_is_copied_from_a_device_whose_engine_keeps_generating(mesh: Tha
     weights = memory(mesh, "cpu:0")
     assert weights["reused_bytes"] == weights["copied_bytes"] > 0
 
-    with pace.slowed():
+    with pace.slowed(STEP_S):
         holder = stream(mesh, "here", **LONG)
         assert holder.opened.wait(60)
         copied = stream(mesh, "there")

@@ -26,10 +26,10 @@ from tests.support.otlp import OtlpReceiver
 from tests.support.paced_zygote import Pace
 from thaw.demo.models import make_demo_model
 
-TOKENS = 200
+TOKENS, STEP_S = 100, 0.2
 """Longer than a test needs, also on a busy machine: engines are slow meanwhile."""
 LONG: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
-LONGEST = LONG | {"max_tokens": 400}
+LONGEST = LONG | {"max_tokens": 200}
 SHARED = ("first", "second", "vectors")
 
 
@@ -154,7 +154,7 @@ def test_embeddings_are_those_of_a_dedicated_engine(mesh: Roomy, pace: Pace) -> 
     alone = embed(mesh, "vectors-alone")
     assert running(mesh, "vectors-alone")["vectors-alone"]["pids"] != [pid]
     assert embed(mesh, "vectors") == pytest.approx(alone, abs=1e-6)
-    with pace.slowed():
+    with pace.slowed(STEP_S):
         streams = started(mesh)
         assert embed(mesh, "vectors") == pytest.approx(alone, abs=1e-6), "while other models generate"
     for stream in streams.values():
@@ -196,7 +196,7 @@ def _complete(mesh: Thaw, model: str) -> str:
 
 def test_every_stream_of_a_killed_executor_continues(mesh: Roomy, pace: Pace, undisturbed: dict[str, Stream]) -> None:
     pid = executor(mesh)
-    with pace.slowed():
+    with pace.slowed(STEP_S):
         streams = started(mesh)
         kill(pid)
     for name, stream in streams.items():
@@ -207,7 +207,7 @@ def test_every_stream_of_a_killed_executor_continues(mesh: Roomy, pace: Pace, un
 def test_streams_outlive_the_nodeagent_and_the_executor_is_adopted(mesh: Roomy, pace: Pace, undisturbed: dict[str, Stream]) -> None:
     pid = executor(mesh)
     mesh.json("sleep", "vectors")
-    with pace.slowed():
+    with pace.slowed(STEP_S):
         streams = started(mesh)
         old = mesh.kill("nodeagent.node-0")
         mesh.await_replaced("nodeagent.node-0", old)
@@ -271,14 +271,14 @@ def test_migrated_stream_of_a_shared_model_equals_the_undisturbed_one(mesh: Room
     undisturbed = {name: stream.result() for name, stream in started(mesh, fields=LONGEST).items()}
     mesh.json("node", "uncordon", "node-1")
     try:
-        with pace.slowed():
+        with pace.slowed(STEP_S):
             streams = started(mesh, fields=LONGEST)
             (record,) = mesh.order(request_id=streams["first"].request_id, node="node-1")["migrations"]
         assert record["state"] == "done", record
         assert [m["outcome"] for m in record["requests"]] == ["moved"]
         for name, stream in streams.items():
             stream.result().assert_same(undisturbed[name])
-        with pace.slowed():
+        with pace.slowed(STEP_S):
             streams = started(mesh, fields=LONGEST)
             drained = mesh.json("node", "drain", "node-0")
         assert drained["left"] == []

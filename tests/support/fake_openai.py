@@ -17,6 +17,7 @@ accepts only the options, and serves only the endpoints, that the engine's docum
     --hoard           sleeps with a 200 and keeps its memory
     --no-reload       after a sleep of level 2 its weights are never read again, and its output is
                       wrong
+    --hold-pull FILE  a download of a model does not end before FILE exists
     --change HOW      how a change of its model ends: refuse (an error), nan (the server exits at
                       the first token), exit (it exits at once)
 
@@ -43,6 +44,7 @@ import time
 from collections.abc import AsyncIterator
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -132,6 +134,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("--ready-after", "--die-after"):
         parser.add_argument(name, type=float, default=0.0)
     parser.add_argument("--ballast", type=int, default=0)
+    parser.add_argument("--hold-pull", type=Path)
     parser.add_argument("--change", choices=("refuse", "nan", "exit"))
     for name in ("--mute", "--fork", "--share", "--retitle", "--ignore-term", "--hoard", "--no-reload"):
         parser.add_argument(name, action="store_true")
@@ -399,8 +402,14 @@ class Fake:
         if name == "nowhere":
             return PlainTextResponse('{"error":"pull model manifest: file does not exist"}\n')
         self.stored.add(name)
-        lines = [{"status": "pulling manifest"}, {"status": "pulling", "total": 100, "completed": 40}, {"status": "success"}]
-        return PlainTextResponse("".join(json.dumps(line) + "\n" for line in lines))
+        return StreamingResponse(self._download(), media_type="application/x-ndjson")
+
+    async def _download(self) -> AsyncIterator[str]:
+        for line in ({"status": "pulling manifest"}, {"status": "pulling", "total": 100, "completed": 40}):
+            yield json.dumps(line) + "\n"
+        while self.options.hold_pull is not None and not self.options.hold_pull.exists():  # noqa: ASYNC110  # made by another process
+            await asyncio.sleep(0.02)
+        yield json.dumps({"status": "success"}) + "\n"
 
     async def blob(self, request: Request) -> Response:
         await self._note(request)

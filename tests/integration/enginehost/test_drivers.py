@@ -6,6 +6,7 @@ The server takes the options and serves the endpoints that the engine's document
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.contracts.models import ModelCard
+from shared.contracts.phases import Phase
 from shared.errors import UnsupportedParameter
 from tests.support.hosted import MIB, Hosts, fake_program, hosted_card
 
@@ -188,10 +190,13 @@ async def test_vllm_of_several_ranks_or_with_a_chosen_executor_has_workers(
 
 
 async def test_model_missing_from_ollama_is_pulled_and_loaded(hosts: Hosts, tmp_path: Path) -> None:
-    driven = await drive(hosts, tmp_path, "ollama")
-    assert (await driven.calls())[:3] == ["/api/show", "/api/pull", "/api/generate"]
-    reported = [(r.phase, r.progress) for r in hosts.reports[driven.instance] if r.phase is not None and r.phase.value == "fetch"]
-    assert reported
+    may_end = tmp_path / "may end"
+    program = fake_program(tmp_path, "ollama", "--hold-pull", shlex.quote(str(may_end)))
+    start = hosts.host(card_of(tmp_path, "ollama"), **{SETTINGS["ollama"]: program})
+    await hosts.reported(start.instance_id, lambda r: r.phase is Phase.FETCH and r.progress > 0)
+    may_end.touch()
+    assert (await hosts.settled(start.instance_id)).state == "ready"
+    assert (await Driven(hosts, start.instance_id).calls())[:3] == ["/api/show", "/api/pull", "/api/generate"]
 
 
 @pytest.mark.parametrize("engine", ["ollama", "llamacpp"])

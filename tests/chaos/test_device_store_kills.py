@@ -121,8 +121,12 @@ class Stores(StoppingMesh):
 
     def devices(self) -> dict[str, dict[str, Any]]:
         """Return the audits of the devices, of which no page may be lost or in two places."""
-        [node] = [n for n in self.cluster()["nodes"] if n["node"] == "node-0"]
-        assert node["alive"]
+
+        def is_alive() -> bool:
+            [node] = [n for n in self.cluster()["nodes"] if n["node"] == "node-0"]
+            return bool(node["alive"])
+
+        until(is_alive, what="the node reports again")
         _, report = self.inside("doctor", "--json")  # it fails for a model whose engine was killed
         audits = {a["device_id"]: a for a in json.loads(report)["audits"]["node-0"]}
         for audit in audits.values():

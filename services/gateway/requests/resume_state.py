@@ -105,7 +105,10 @@ class ResumeState:
     @property
     def tokens(self) -> int:
         """Tokens generated so far, of all choices."""
-        return sum(len(c.token_ids) for c in self.choices.values())
+        tokens = 0
+        for choice in self.choices.values():
+            tokens += len(choice.token_ids)
+        return tokens
 
     def rewind(self, messages: Iterable[dict[str, Any]]) -> None:
         """Expect `messages`, which have been added, to be generated again."""

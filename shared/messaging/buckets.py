@@ -47,6 +47,8 @@ class BucketWatcher:
         self._bucket = bucket
         self._copy = copy
         self._revision = 0
+        self._copied = 0
+        """The newest revision that the copy has; during a snapshot it lags behind what was read."""
         self._followed: KeyValue | None = None
         self._advanced = asyncio.Event()
         self._catching_up = asyncio.Lock()
@@ -74,7 +76,7 @@ class BucketWatcher:
                     return
                 began_at = time.monotonic()
                 newest = await _find_newest_revision(self._followed)
-                while self._revision < newest:
+                while self._copied < newest:
                     self._advanced.clear()
                     await self._advanced.wait()
                 self._caught_up_at = began_at
@@ -85,7 +87,7 @@ class BucketWatcher:
         async with watching(bucket) as watcher:
             await self._snapshot(bucket, watcher)
             self._followed = bucket
-            self._advanced.set()
+            self._note_copied()
             with self._mesh.on_reconnect(partial(_wake, watcher)):
                 while self._mesh.reconnections == reconnections and not await self._apply_change(bucket, watcher):
                     pass
@@ -126,8 +128,12 @@ class BucketWatcher:
             self._copy.put(entry.key, entry.value)
         elif entry.operation in (KV_DEL, KV_PURGE):
             self._copy.remove(entry.key)
-        self._advanced.set()
+        self._note_copied()
         return False
+
+    def _note_copied(self) -> None:
+        self._copied = self._revision
+        self._advanced.set()
 
 
 def _wake(watcher: Any) -> None:

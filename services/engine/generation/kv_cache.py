@@ -29,8 +29,8 @@ class Range(Protocol):
     """Addresses of one sequence, to which memory is mapped as it grows.
 
     - `cover` maps memory for the first `tokens` tokens.
-    - `layer` returns a layer's keys and values: [2, heads, tokens of the context, width]. What has
-      no memory must not be touched.
+    - `layer` returns a layer's keys and values: [2, heads, tokens of the context, width]. Only
+      tokens that `cover` has mapped have memory.
     """
 
     def cover(self, tokens: int) -> None: ...

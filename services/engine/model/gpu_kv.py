@@ -94,7 +94,7 @@ class KvRange:
     def layer(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the keys and values of a layer: [2, heads, tokens of the context, width].
 
-        Some memory is mapped. What is not must not be touched.
+        Call `cover` before: only the tokens that it has mapped have memory, and others fault.
         """
         if layer not in self.layers:
             assert self.seen is not None

@@ -63,7 +63,7 @@ async def test_response_whose_follower_was_killed_counts_once(
             await until(lambda: _is_released(node))
     assert ledger.alone == (["chatcmpl-dead"] if owner == "is lost" else [])
     is_resolved = owner != "is of a later version"
-    assert bool(list(home.glob("**/*.usage"))) != is_resolved, "what is not resolved is left to the next gateway"
+    assert bool(list(home.glob("**/*.usage"))) != is_resolved, "the spool of an unresolved response is left to the next gateway"
 
 
 async def _is_released(node: FakeNode) -> bool:

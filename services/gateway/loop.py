@@ -28,7 +28,7 @@ from services.gateway.adapters.usage_meter import OPEN_INTERVAL_S, UsageMeter
 from services.gateway.authorization import INFERENCE_PREFIXES, Authorizer
 from services.gateway.domain.admission import Admission, ByteLimits
 from services.gateway.domain.batches.pacing import BATCH_PRIORITY
-from services.gateway.domain.catalog import Catalog
+from services.gateway.domain.catalog import Catalog, unknown_model
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.engine_request import EngineRequest
 from services.gateway.domain.latency_log import LatencyLog
@@ -445,6 +445,15 @@ class Gateway:
         """Let the catalogue catch up if it lacks a model: it may have been registered just now."""
         if not self.catalog.has(name):
             await self.catch_up()
+
+    async def hide_model(self, name: str) -> ModelNotFound:
+        """Return the error for a model that the caller's key may not use.
+
+        It takes as long as for a model that does not exist (`await_model`), so that time does not
+        show which names do.
+        """
+        await self.catch_up()
+        return unknown_model(name)
 
     async def catch_up(self) -> None:
         """Let the catalogue catch up with what was registered before this call."""

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from services.gateway.authorization import hash_key
+from shared.messaging.buckets import BucketWatcher
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.integration.gateway.test_api_keys import ADMIN, thaw
 from tests.support.fake_engine import FakeNode, hang
@@ -74,7 +75,18 @@ async def test_read_only_key_sees_everything_and_changes_nothing(pair: tuple[Ser
     assert await status_of(served, "sk-look", "/admin/v1/keys") == 200
 
 
-async def test_models_that_a_key_may_not_use_do_not_exist_for_it(pair: tuple[Served, Served], node: FakeNode) -> None:
+async def test_models_that_a_key_may_not_use_do_not_exist_for_it(
+    pair: tuple[Served, Served], node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused in the same words, after the same question to NATS."""
+    questions, catch_up = 0, BucketWatcher.catch_up
+
+    async def count(self: BucketWatcher, within_s: float) -> None:
+        nonlocal questions
+        questions += 1
+        await catch_up(self, within_s)
+
+    monkeypatch.setattr(BucketWatcher, "catch_up", count)
     served, _ = pair
     await node.engine("alpha")
     await add(served, "team", "sk-team", models=["al*"])
@@ -82,14 +94,18 @@ async def test_models_that_a_key_may_not_use_do_not_exist_for_it(pair: tuple[Ser
         assert [m.id for m in (await client.models.list()).data] == ["alpha"]
         answered = await client.chat.completions.create(model="a", messages=[{"role": "user", "content": "Hi"}])
         assert answered.choices[0].message.content
-        refused = []
+        assert questions == 0
+        refused, asked_for = [], []
         for name in ("beta", "missing"):
+            before = questions
             with pytest.raises(openai.NotFoundError) as listed:
                 await client.models.retrieve(name)
             with pytest.raises(openai.NotFoundError) as asked:
                 await client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
             refused.append([str(e.value).replace(name, "NAME") for e in (listed, asked)])
+            asked_for.append(questions - before)
         assert refused[0] == refused[1]
+        assert asked_for == [2, 2]
 
 
 async def test_changes_take_effect_on_every_gateway_and_are_logged(pair: tuple[Served, Served]) -> None:

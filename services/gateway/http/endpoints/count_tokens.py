@@ -9,7 +9,6 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.adapters.rate_limiter import is_limited
-from services.gateway.domain.catalog import unknown_model
 from services.gateway.domain.held_request import check_held
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.received import receive_request
@@ -46,7 +45,7 @@ class CountTokens:
                 await self._passthrough.infer(given, received.reservation, received.arrived_at, scope, receive, send)
                 return
             if not caller_of(scope).may_use(gateway.catalog.lora_adapter(given.request.model) or card):
-                raise unknown_model(given.request.model)
+                raise await gateway.hide_model(given.request.model)
             parsed = received.with_held(await self._parsers.parse("other", body, ROUTE, query, names, _NO_HISTORY))
             assert isinstance(parsed.request, ChatCompletionRequest)
             check_held(parsed.request, parsed.engine_request, card, limit)

@@ -16,7 +16,6 @@ from services.gateway.adapters.engine_client import ENVELOPE_BYTES
 from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, digest
 from services.gateway.adapters.rate_limiter import Admitted, is_limited
 from services.gateway.domain.admission import Reservation
-from services.gateway.domain.catalog import unknown_model
 from services.gateway.domain.held_request import check_held
 from services.gateway.domain.limits.estimate import estimate_tokens, predict_cost
 from services.gateway.http.endpoints.received import receive_request
@@ -117,7 +116,7 @@ class Inference:
         card = gateway.catalog.resolve(parsed.request.model)
         adapter = gateway.catalog.lora_adapter(parsed.request.model)
         if not caller_of(scope).may_use(adapter or card):
-            raise unknown_model(parsed.request.model)
+            raise await gateway.hide_model(parsed.request.model)
         reservation.name_model(card.name)
         if adapter is not None:
             parsed = replace(parsed, engine_request=replace(parsed.engine_request, lora_adapter=adapter))

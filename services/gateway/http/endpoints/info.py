@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.domain.catalog import unknown_model
 from services.gateway.http.endpoints.openapi import POSTS, document
 from services.gateway.http.errors import json_response
 from services.gateway.http.scopes import caller_of
@@ -50,7 +49,7 @@ class Info:
         await self._gateway.await_model(name)
         card = self._gateway.catalog.find_model(name)
         if not caller_of(request.scope).may_use(card):
-            raise unknown_model(name)
+            raise await self._gateway.hide_model(name)
         return json_response(model_object(card))
 
     async def health(self, request: Request) -> Response:

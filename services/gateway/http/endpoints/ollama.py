@@ -14,7 +14,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.domain.admission import Reservation
-from services.gateway.domain.catalog import unknown_model
 from services.gateway.http.endpoints.inference import Inference
 from services.gateway.http.endpoints.ollama_pull import OllamaPulls
 from services.gateway.http.errors import json_response
@@ -108,7 +107,7 @@ class Ollama:
         await self._gateway.await_model(served_name(name))
         card = self._gateway.catalog.find_model(served_name(name))
         if not caller_of(request.scope).may_use(card):
-            raise unknown_model(name)
+            raise await self._gateway.hide_model(name)
         return json_response(shown_model(card))
 
     async def refuse(self, request: Request) -> Response:

@@ -16,7 +16,7 @@ requested again.
 from __future__ import annotations
 
 from services.scheduler.domain.effects import CancelMigration, OrderMigration, ReplyTo
-from services.scheduler.domain.estimates.migration_times import learn_migration_times
+from services.scheduler.domain.estimates.migration_times import learn_migration_times, migration_times_between
 from services.scheduler.domain.events import MigrationRequested
 from services.scheduler.domain.lifecycle.transitions import start_instance, stop_instance
 from services.scheduler.domain.placement.place import place
@@ -315,8 +315,8 @@ def _fail_migration(tx: Transaction, move: Migration, error: ErrorBody) -> None:
 
 def _order(tx: Transaction, move: Migration, source: Instance, destination: Instance) -> None:
     """Step 3: write the record for the migrators."""
-    times = tx.state.migration_times.get(move.model)
-    known = times if times is not None and times.is_known else None
+    times = migration_times_between(tx.state, move.model, source.node, destination.node)
+    known = times if times.is_known else None
     record = MigrationRecord(
         migration_id=move.migration_id,
         token=tx.next_token(),

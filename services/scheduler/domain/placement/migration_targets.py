@@ -39,25 +39,26 @@ def migration_targets(tx: Transaction, i: Instance, owner: Model, here: Booking)
     if any(m.source == i.instance_id for m in tx.state.migrations.values()):
         return ()
     ways = _to_devices if device_count(owner.card) == 1 and len(i.device_ids) == 1 else _to_sets
-    return tuple(islice(ways(tx, i, owner, here, resume_requests_s(tx.state, i)), MOST))
+    return tuple(islice(ways(tx, i, owner, here), MOST))
 
 
-def _to_devices(tx: Transaction, i: Instance, owner: Model, here: Booking, resume_s: float) -> Iterator[MigrationTarget]:
+def _to_devices(tx: Transaction, i: Instance, owner: Model, here: Booking) -> Iterator[MigrationTarget]:
     for other in tx.state.live_instances(owner):
         if other.instance_id != i.instance_id and other.state is InstanceState.READY and len(other.device_ids) == 1:  # 1
             key = booking_of(tx.state, other.node, other.device_ids[0]).key
             if key != here.key:
-                yield MigrationTarget(key, resume_s, held_bytes(tx.state, i))
+                yield MigrationTarget(key, resume_requests_s(tx.state, i, other.node), held_bytes(tx.state, i))
     need = start_bytes(tx.state, owner.card)
     forecast = Forecast(tx.state, owner.card, tx.now)
     excludes = placement_rule(tx.state, owner)
     for devices in islice(shortlists(tx, need, (), forecast, excludes), 1):  # 2
         for b in devices:
             if b.key != here.key and _has_room(b, need, excludes):
+                resume_s = resume_requests_s(tx.state, i, b.node)
                 yield MigrationTarget(b.key, forecast.predict(b, leaving=False).ms / 1e3 + resume_s, b.free_bytes)
 
 
-def _to_sets(tx: Transaction, i: Instance, owner: Model, here: Booking, resume_s: float) -> Iterator[MigrationTarget]:
+def _to_sets(tx: Transaction, i: Instance, owner: Model, here: Booking) -> Iterator[MigrationTarget]:
     """Yield targets for a model over several devices; `free_bytes` is that of each device."""
     count = device_count(owner.card)
     ready: set[str] = set()
@@ -67,7 +68,7 @@ def _to_sets(tx: Transaction, i: Instance, owner: Model, here: Booking, resume_s
         keys = {booking_of(tx.state, other.node, device).key for device in other.device_ids}
         if here.key not in keys and other.node not in ready:
             ready.add(other.node)
-            yield MigrationTarget(device_key(other.node, ""), resume_s, held_bytes(tx.state, i))
+            yield MigrationTarget(device_key(other.node, ""), resume_requests_s(tx.state, i, other.node), held_bytes(tx.state, i))
     need = -(-start_bytes(tx.state, owner.card) // count)
     forecast = Forecast(tx.state, owner.card, tx.now)
     excludes = placement_rule(tx.state, owner)
@@ -79,7 +80,7 @@ def _to_sets(tx: Transaction, i: Instance, owner: Model, here: Booking, resume_s
         if len(roomy) == count and node.name not in ready:
             found.append((forecast.predict(roomy[0], leaving=False).ms / 1e3, node.name, roomy[-1].free_bytes))
     for seconds, name, free in sorted(found):
-        yield MigrationTarget(device_key(name, ""), seconds + resume_s, free)
+        yield MigrationTarget(device_key(name, ""), seconds + resume_requests_s(tx.state, i, name), free)
 
 
 def _has_room(b: Booking, need: int, excludes: Excludes | None) -> bool:

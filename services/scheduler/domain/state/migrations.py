@@ -55,12 +55,26 @@ class Migration:
 
 
 @value(frozen=True, slots=True)
+class PairTimes:
+    """Learned times of migrations from one node to another; None: not measured for them."""
+
+    source: str
+    destination: str
+    per_token: Parameter | None = None
+    fixed: Parameter | None = None
+
+
+@value(frozen=True, slots=True)
 class MigrationTimes:
-    """Learned times of one model: seconds for each recomputed token (a), and for each round (b)."""
+    """Learned times of one model: seconds for each recomputed token (a), and for each round (b).
+
+    `pairs`: those of pairs of nodes, the newest last.
+    """
 
     model: str
     per_token: Parameter = Parameter(DEFAULT_TOKEN_S)
     fixed: Parameter = Parameter(DEFAULT_FIXED_S)
+    pairs: tuple[PairTimes, ...] = ()
 
     @property
     def key(self) -> str:
@@ -69,3 +83,15 @@ class MigrationTimes:
     @property
     def is_known(self) -> bool:
         return self.per_token.count > 0
+
+    def find_pair(self, source: str, destination: str) -> PairTimes:
+        """Return the times between two nodes, which may have none measured."""
+        for pair in self.pairs:
+            if (pair.source, pair.destination) == (source, destination):
+                return pair
+        return PairTimes(source, destination)
+
+    def find_between(self, source: str, destination: str) -> MigrationTimes:
+        """Return the times between two nodes; what is not measured for them is the model's."""
+        pair = self.find_pair(source, destination)
+        return MigrationTimes(self.model, pair.per_token or self.per_token, pair.fixed or self.fixed)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.scheduler.domain.effects import CancelMigration, OrderMigration
+from services.scheduler.domain.estimates.migration_times import PAIRS_KEPT, migration_times_between
 from services.scheduler.domain.events import MigrationRequested, MigrationUpdated, WaiterCancelled
 from services.scheduler.domain.placement.migration_targets import migration_targets
 from services.scheduler.domain.state.accounting import booking_of
@@ -282,7 +283,56 @@ def test_round_times_are_learned_and_passed_to_the_migrator(world: World) -> Non
     assert times.fixed.value == pytest.approx(0.010, rel=0.5)
     world.tick(10.0)
     ask(world, source)
-    assert orders(world)[-1].ms_per_token == pytest.approx(times.per_token.value * 1e3)
+    again = orders(world)[-1]
+    between = times.find_between(again.source_node, again.node)
+    assert again.ms_per_token == pytest.approx(between.per_token.value * 1e3)
+    assert again.ms_per_token == pytest.approx(0.2, rel=0.3)
+
+
+def test_times_between_two_nodes_are_learned_apart_from_the_models(world: World) -> None:
+    source = serving(world)
+    ask(world, source)
+    world.get_ready("a")
+    (record,) = orders(world)
+
+    def rounds(ms_per_token: float) -> tuple[MigrationRound, ...]:
+        lengths = (1000, 20, 5, 800, 10, 3, 1200, 8, 2, 900, 4)
+        return tuple(
+            MigrationRound(request_id="q", number=i, tokens=tokens, took_ms=ms_per_token * tokens + 10, gap=1)
+            for i, tokens in enumerate(lengths)
+        )
+
+    def learn(source_node: str, node: str, ms_per_token: float) -> None:
+        for _ in range(3):
+            there = {"migration_id": f"{source_node}-{node}", "source_node": source_node, "node": node}
+            world.send(MigrationUpdated(world.now, record.model_copy(update=there)))
+            end(world, record.model_copy(update=there), "failed", rounds=rounds(ms_per_token))
+
+    learn("fast", "near", 0.2)
+    learn("fast", "far", 2.0)
+    near = migration_times_between(world.state, "a", "fast", "near")
+    far = migration_times_between(world.state, "a", "fast", "far")
+    anywhere = migration_times_between(world.state, "a", "fast")
+    assert near.per_token.value == pytest.approx(0.0002, rel=0.3)
+    assert far.per_token.value == pytest.approx(0.002, rel=0.3)
+    assert near.per_token.value < anywhere.per_token.value
+    assert migration_times_between(world.state, "a", "near", "fast") == replace(anywhere, pairs=())
+    assert not migration_times_between(world.state, "b", "fast", "near").is_known
+
+
+def test_the_pairs_of_nodes_whose_times_are_kept_are_bounded(world: World) -> None:
+    source = serving(world)
+    ask(world, source)
+    world.get_ready("a")
+    (record,) = orders(world)
+    sample = (MigrationRound(request_id="q", number=0, tokens=1000, took_ms=200, gap=1),)
+    for n in range(PAIRS_KEPT + 3):
+        there = record.model_copy(update={"migration_id": f"m-{n}", "node": f"n{n}"})
+        world.send(MigrationUpdated(world.now, there))
+        end(world, there, "failed", rounds=sample)
+    pairs = world.state.migration_times["a"].pairs
+    assert len(pairs) == PAIRS_KEPT
+    assert pairs[-1].destination == f"n{PAIRS_KEPT + 2}"
 
 
 def test_migration_destination_is_not_evicted(world: World) -> None:

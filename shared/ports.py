@@ -60,7 +60,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _bind_port(host: str, port: int) -> int:
+    """Bind a port that no other socket has, nor keeps for a server that restarts (SO_REUSEADDR)."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind((host, port))
         return int(s.getsockname()[1])

@@ -20,9 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support import worker
 from thaw.launcher.forkserver.client import MODULE, ForkServer, ForkServerFailed
 from thaw.launcher.forkserver.cloning import supports_cloning
+from thaw.launcher.forkserver.protocol import PACKET_BYTES
 from thaw.launcher.services import SERVICES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,10 +71,12 @@ _READ_BY_TORCH = ("OMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_", "HF_", "TRANSFO
 _READY_WITHIN_S = 120.0
 _COLLECTED_WITHIN_S = 600.0
 """A collection compiles all tests of a new clone: half a minute of CPU time."""
+_REFUSAL_WITHIN_S = 5.0
+"""The message follows at once, unless the server hangs."""
 _execute: Callable[..., None] = subprocess.Popen._execute_child  # type: ignore[attr-defined]  # no public hook has its place
 _servers: dict[bool, ForkServer] = {}
 """This test process's fork servers: without torch, and with it."""
-_workers: ForkServer | None = None
+_workers: _WorkerServer | None = None
 """In the controller of pytest-xdist: the fork server of its workers."""
 _starting = threading.Lock()
 """Held while one is started: a mesh's processes are started by several threads."""
@@ -79,6 +84,17 @@ _own: ForkServer | None = None
 """In a forked service: the fork server that was forked from it."""
 _is_service = False
 _is_enabled = True
+
+
+class _WorkerServer(ForkServer):
+    """The fork server of pytest-xdist's workers."""
+
+    def refusal(self) -> str | None:
+        """Return pytest's message about the arguments of a server that is not ready, if any."""
+        self._socket.settimeout(_REFUSAL_WITHIN_S)
+        with contextlib.suppress(OSError):
+            return self._socket.recv(PACKET_BYTES).decode() or None
+        return None
 
 
 class _OwnServer(ForkServer):
@@ -95,13 +111,19 @@ def install() -> None:
 
 
 def install_workers(arguments: Sequence[str]) -> None:
-    """Fork pytest-xdist's workers from a process that collects the tests of `arguments` once."""
+    """Fork pytest-xdist's workers from a process that collects the tests of `arguments` once.
+
+    Raises:
+        pytest.UsageError: The arguments name no tests.
+    """
     global _workers
     if supports_cloning():
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # a process with threads cannot fork
-        _workers = ForkServer((*arguments, "-n", "0"), environment, Path.cwd(), program=WORKER_SERVER)
+        _workers = _WorkerServer((*arguments, "-n", "0"), environment, Path.cwd(), program=WORKER_SERVER)
         if _workers.await_ready(_COLLECTED_WITHIN_S):
             worker.install()
+        elif (message := _workers.refusal()) is not None:
+            raise pytest.UsageError(message)
 
 
 def install_in_service() -> None:

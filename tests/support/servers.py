@@ -35,6 +35,21 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None, wit
     raise TimeoutError(f"nothing listens on {host}:{port} after {within} s")
 
 
+def kept_port(port: int = 0, host: str = "127.0.0.1") -> socket.socket:
+    """Keep a port until the returned socket is closed.
+
+    Only a server that is given the port can listen on it (SO_REUSEADDR), and does so again after a
+    restart: no other process can pick the port while the server is down.
+
+    Args:
+        port: The port to keep; 0 for a free one.
+    """
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind((host, port or free_port(host)))
+    return kept
+
+
 def wheel_script(name: str) -> str:
     """Return a program that a wheel installed beside this interpreter."""
     beside = Path(sys.executable).parent / name
@@ -52,7 +67,8 @@ class NatsServer:
             config: More blocks.
         """
         self.directory = Path(tempfile.mkdtemp(prefix="thaw-nats-"))
-        self.port = port or free_port()
+        self._kept = kept_port(port or 0)
+        self.port = int(self._kept.getsockname()[1])
         self.url = f"nats://127.0.0.1:{self.port}"
         self._config = self.directory / "nats.conf"
         self._config.write_text(
@@ -79,6 +95,7 @@ class NatsServer:
 
     def close(self) -> None:
         self.kill()
+        self._kept.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -103,7 +120,8 @@ class PostgresServer:
         self.bin = Path(spec.submodule_search_locations[0]) / "pginstall" / "bin"
         self.directory = Path(tempfile.mkdtemp(prefix="thaw-pg-", dir="/tmp"))
         self.listen = listen
-        self.port = free_port()
+        self._kept = kept_port(host="0.0.0.0" if listen == "*" else listen)
+        self.port = int(self._kept.getsockname()[1])
         self.url = f"postgresql+asyncpg://postgres@127.0.0.1:{self.port}/postgres"
         self._user = 65534 if os.geteuid() == 0 else None
         if self._user is not None:
@@ -204,6 +222,7 @@ class PostgresServer:
 
     def close(self) -> None:
         self.stop()
+        self._kept.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -243,7 +262,9 @@ class NatsCluster:
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="thaw-nats-cluster-"))
-        self.ports, self._routes, self._monitors = ([free_port() for _ in range(3)] for _ in range(3))
+        self._kept = [kept_port() for _ in range(9)]
+        ports = [int(kept.getsockname()[1]) for kept in self._kept]
+        self.ports, self._routes, self._monitors = ports[:3], ports[3:6], ports[6:]
         self.url = ",".join(f"nats://127.0.0.1:{port}" for port in self.ports)
         self._processes: list[subprocess.Popen[bytes]] = []
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._routes)
@@ -310,4 +331,6 @@ class NatsCluster:
     def close(self) -> None:
         for i in range(3):
             self.kill(i)
+        for kept in self._kept:
+            kept.close()
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -11,6 +11,7 @@ import pytest
 
 from shared import ports
 from shared.ports import free_port
+from tests.support.servers import kept_port
 
 
 def test_ports_are_different_and_not_ephemeral() -> None:
@@ -39,6 +40,20 @@ def test_a_port_in_use_or_avoided_is_not_picked(monkeypatch: pytest.MonkeyPatch)
         server.listen()
         for _ in range(30):
             assert free_port(avoid={avoided}) not in {taken, avoided}
+
+
+def test_a_port_that_is_kept_for_a_server_is_not_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server itself can listen there, and again."""
+    with kept_port() as kept:
+        port = kept.getsockname()[1]
+        monkeypatch.setattr(ports, "_FIRST", port)
+        monkeypatch.setattr(ports, "_first_ephemeral", lambda: port + 1)
+        assert free_port() != port
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="in use"):
+                socket.create_server(("127.0.0.1", port))
+            assert free_port() != port
+    assert free_port() == port
 
 
 def test_without_a_free_port_below_the_range_the_kernel_picks(monkeypatch: pytest.MonkeyPatch) -> None:

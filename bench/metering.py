@@ -1,10 +1,11 @@
-"""What metering costs a gateway: `python -m bench.metering [--pairs N] [--slices N]
-[--short-slices N] [--json FILE]`.
+"""What metering costs a gateway: `python -m bench.metering [--engine prepared|builtin]
+[--tokens N] [--pairs N] [--slices N] [--short-slices N] [--json FILE]`.
 
-One gateway process and the engine of prepared tokens, which answers at once: any other engine takes
-longer for a request, so that metering is a smaller part of it. The gateway meters the requests of
-one key and not those of another one, for which its `Gateway._meter` does nothing. A process that
-confirms reports stands for the ledger.
+The engine is that of prepared tokens, which answers at once: any other engine takes longer for a
+request, so that metering is a smaller part of it. A process that confirms reports stands for the
+ledger. With `--engine builtin` the gateway is a second one of a whole mesh, and the demo model of
+5 million parameters computes each response. The gateway meters the requests of one key and not
+those of another one, for which its `Gateway._meter` does nothing.
 
 A pair is the same request with both keys on one connection, in alternating order. A slice is a time
 of requests by 16 connections with one of the keys, in turns, and then a pause in which the gateway
@@ -35,8 +36,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import yaml
 
 from bench.key_limits import ADMIN_KEY, add_key, await_key, interval
+from bench.own_mesh import own_mesh
 from bench.prepared_engine import FREE
 from bench.raw_client import Connection, cpu_s, post_of, send_load
 from bench.report import write
@@ -47,15 +50,17 @@ from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.telemetry.request_log import RequestOrigin
 from shared.contracts.usage import REPORT_INTERVAL_S, ReportUsage
 from shared.ports import free_port
+from thaw.demo.models import make_demo_model
 
 METERED, PLAIN = "metered", "plain"
-_BODY = {"model": FREE, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
-_REQUESTS = {name: post_of("/v1/chat/completions", _BODY, {"authorization": f"Bearer sk-{name}"}) for name in (METERED, PLAIN)}
-_WARM_UP = 200
+PREPARED, BUILTIN = "prepared", "builtin"
+_MODEL = "metered-5m"
+_WARM_UP = {PREPARED: 200, BUILTIN: 20}
+"""Pairs before those that count."""
 _CLIENTS = 16
 _PAUSE_S = REPORT_INTERVAL_S + 0.5
 _RUNS = 2
-_SHORT_S = 0.25
+_SHORT_S = {PREPARED: 0.25, BUILTIN: 1.0}
 """Seconds of a slice in which the throughput is measured."""
 _END_TIMEOUT_S = 30.0
 
@@ -103,37 +108,59 @@ def run_gateway(costs_path: Path) -> None:
     runpy.run_module("services.gateway", run_name="__main__")
 
 
-def take_pairs(port: int, count: int) -> list[float]:
-    """Return the additional milliseconds of the request with metering, for each pair."""
-    found = []
-    with Connection(port) as connection:
-        for number in range(_WARM_UP + count):
-            took = {}
-            for name in _in_order(number):
-                begun = time.perf_counter()
-                connection.ask(_REQUESTS[name])
-                took[name] = (time.perf_counter() - begun) * 1e3
-            if number >= _WARM_UP:
-                found.append(took[METERED] - took[PLAIN])
-    return found
+@dataclass(frozen=True)
+class Target:
+    """A gateway to be measured.
+
+    Attributes:
+        port: Of the gateway.
+        requests: The encoded request with either key.
+    """
+
+    port: int
+    requests: dict[str, bytes]
+
+    @classmethod
+    def build(cls, port: int, model: str, tokens: int) -> Target:
+        """Ask for some tokens of a model."""
+        body = {"model": model, "messages": [{"role": "user", "content": "?"}], "max_tokens": tokens, "ignore_eos": True}
+        keys = {name: {"authorization": f"Bearer sk-{name}"} for name in (METERED, PLAIN)}
+        return cls(port, {name: post_of("/v1/chat/completions", body, key) for name, key in keys.items()})
+
+    def take_pairs(self, count: int, warm_up: int) -> list[float]:
+        """Return the additional milliseconds of the request with metering, for each pair.
+
+        Args:
+            count: Of pairs.
+            warm_up: Number of pairs before them.
+        """
+        found = []
+        with Connection(self.port) as connection:
+            for number in range(warm_up + count):
+                took = {}
+                for name in _in_order(number):
+                    begun = time.perf_counter()
+                    connection.ask(self.requests[name])
+                    took[name] = (time.perf_counter() - begun) * 1e3
+                if number >= warm_up:
+                    found.append(took[METERED] - took[PLAIN])
+        return found
+
+    def take_slice(self, gateway: psutil.Process, name: str, seconds: float) -> float:
+        """Return the gateway's CPU microseconds for a request with a key."""
+        before = cpu_s(gateway.pid)
+        count, _ = send_load(self.port, self.requests[name], _CLIENTS, seconds)
+        time.sleep(_PAUSE_S)
+        return (cpu_s(gateway.pid) - before) * 1e6 / count
+
+    def take_throughput(self, name: str, seconds: float) -> float:
+        """Return requests per second with a key."""
+        count, took_s = send_load(self.port, self.requests[name], _CLIENTS, seconds)
+        return count / took_s
 
 
 def _in_order(number: int) -> tuple[str, str]:
     return (METERED, PLAIN) if number % 2 else (PLAIN, METERED)
-
-
-def take_slice(port: int, gateway: psutil.Process, name: str, seconds: float) -> float:
-    """Return the gateway's CPU microseconds for a request with a key."""
-    before = cpu_s(gateway.pid)
-    count, _ = send_load(port, _REQUESTS[name], _CLIENTS, seconds)
-    time.sleep(_PAUSE_S)
-    return (cpu_s(gateway.pid) - before) * 1e6 / count
-
-
-def take_throughput(port: int, name: str) -> float:
-    """Return requests per second with a key."""
-    count, took_s = send_load(port, _REQUESTS[name], _CLIENTS, _SHORT_S)
-    return count / took_s
 
 
 @dataclass
@@ -153,33 +180,48 @@ class Measured:
     costs: list[dict[str, float]] = field(default_factory=list)
 
 
-def measure(measured: Measured, pairs: int, slices: int, seconds: float, short_slices: int) -> None:
+def _start_prepared(processes: Processes, directory: Path) -> dict[str, str]:
+    """Start the engine of prepared tokens; return the gateway's settings."""
+    nats_url, _ = start_nats(processes, directory)
+    processes.start("ledger", [sys.executable, "-m", "bench.prepared_ledger", "--nats", nats_url])
+    processes.start("engine", [sys.executable, "-m", "bench.prepared_engine", "--nats", nats_url, "--port", str(free_port())])
+    return {"THAW_NATS_URL": nats_url, "THAW_HOME": str(directory)}
+
+
+def _start_builtin(stack: contextlib.ExitStack, directory: Path) -> dict[str, str]:
+    """Start a mesh with the demo model; return the settings of a second gateway."""
+    model = {"name": _MODEL, "source": str(make_demo_model(directory / "model", "5m")), "keep_alive": -1}
+    config = directory / "thaw.yaml"
+    config.write_text(yaml.safe_dump({"mesh": {"nodes": {"node-0": {"cpu:0": "3GiB"}}}, "models": [model]}))
+    environment = stack.enter_context(own_mesh("--config", str(config)))
+    endpoints = json.loads((Path(environment["THAW_HOME"]) / "run" / "endpoints.json").read_text())
+    return {"THAW_NATS_URL": endpoints["nats_url"], "THAW_HOME": environment["THAW_HOME"]}
+
+
+def measure(measured: Measured, options: argparse.Namespace) -> None:
     """Measure with a new gateway."""
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory, contextlib.ExitStack() as stack:
         processes = Processes(Path(directory), stack)
-        nats_url, _ = start_nats(processes, Path(directory))
-        processes.start("ledger", [sys.executable, "-m", "bench.prepared_ledger", "--nats", nats_url])
-        processes.start("engine", [sys.executable, "-m", "bench.prepared_engine", "--nats", nats_url, "--port", str(free_port())])
-        port = free_port()
-        environment = {
-            "THAW_NATS_URL": nats_url,
-            "THAW_GATEWAY_PORT": str(port),
-            "THAW_HOME": directory,
-            "THAW_ADMIN_KEY": ADMIN_KEY,
-        }
-        costs = Path(directory) / "costs.json"
-        gateway = processes.start("gateway", [sys.executable, "-m", "bench.metering", "--gateway", str(costs)], environment)
-        processes.await_answer("gateway", port, FREE)
+        if is_builtin := options.engine == BUILTIN:
+            settings = _start_builtin(stack, Path(directory))
+        else:
+            settings = _start_prepared(processes, Path(directory))
+        model, port, costs = _MODEL if is_builtin else FREE, free_port(), Path(directory) / "costs.json"
+        settings |= {"THAW_GATEWAY_PORT": str(port), "THAW_ADMIN_KEY": ADMIN_KEY}
+        gateway = processes.start("gateway", [sys.executable, "-m", "bench.metering", "--gateway", str(costs)], settings)
+        processes.await_answer("gateway", port, model)
         for name in (METERED, PLAIN):
             add_key(port, name, f"sk-{name}", {})
             await_key(port, f"sk-{name}")
-        measured.added_ms += take_pairs(port, pairs)
+        target = Target.build(port, model, options.tokens)
+        measured.added_ms += target.take_pairs(options.pairs, _WARM_UP[options.engine])
         time.sleep(_PAUSE_S)
-        for number in range(short_slices):
-            measured.throughputs.append({name: take_throughput(port, name) for name in _in_order(number)})
+        for number in range(options.short_slices):
+            seconds = _SHORT_S[options.engine]
+            measured.throughputs.append({name: target.take_throughput(name, seconds) for name in _in_order(number)})
         time.sleep(_PAUSE_S)
-        for number in range(slices):
-            measured.slices.append({name: take_slice(port, gateway, name, seconds) for name in _in_order(number)})
+        for number in range(options.slices):
+            measured.slices.append({name: target.take_slice(gateway, name, options.seconds) for name in _in_order(number)})
         gateway.terminate()
         gateway.wait(_END_TIMEOUT_S)
         measured.costs.append(json.loads(costs.read_text()))
@@ -187,6 +229,8 @@ def measure(measured: Measured, pairs: int, slices: int, seconds: float, short_s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=(PREPARED, BUILTIN), default=PREPARED)
+    parser.add_argument("--tokens", type=int, default=1, help="of a response")
     parser.add_argument("--pairs", type=int, default=1500)
     parser.add_argument("--slices", type=int, default=10, help="with each key and gateway")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a slice, without the pause")
@@ -199,7 +243,7 @@ def main() -> None:
         return
     measured = Measured()
     for _ in range(_RUNS):
-        measure(measured, options.pairs, options.slices, options.seconds, options.short_slices)
+        measure(measured, options)
     slices, throughputs = measured.slices, measured.throughputs
     figures = {name: statistics.mean(costs[name] for costs in measured.costs) for name in measured.costs[0]}
     for name, values in (

@@ -125,7 +125,8 @@ class Gateway:
         self._probe = RequestProbe(mesh, self.dispatcher)
         self._demand = DemandPublisher(mesh, self._on_demand_reply, self._on_demand_refused)
         self.objectives = ObjectivePublisher(mesh, ObjectiveCounter(self.id))
-        self.usage = UsageMeter(mesh, self.id, settings.state / "gateway" / "usage")
+        key_usage = self.request_log.metrics.key_usage
+        self.usage = UsageMeter(mesh, self.id, settings.state / "gateway" / "usage", key_usage.add)
         self.budgets = BudgetKeeper(mesh, key_store, self.usage.unreported, self.usage.reporting)
         self._statuses = NodeStatuses()
         self._lora_prefetch = LoraPrefetch()
@@ -216,7 +217,6 @@ class Gateway:
         if (record := usage_record(request, origin.caller.name)) is not None:
             self.budgets.on_record(origin.caller.key, record)
             self.usage.record(record, request.ticket.id)
-            self.request_log.metrics.key_usage.add(record)
         elif request.idempotency is not None and (response := request.idempotency.followed) is not None:
             route = self.dispatcher.routes.get(response.instance_id)
             served = route.status if route is not None else None
@@ -227,6 +227,11 @@ class Gateway:
     @staticmethod
     def _counts_for_objectives(request: ActiveRequest) -> bool:
         return not request.response.is_replay and request.ticket.priority > BATCH_PRIORITY
+
+    def render_metrics(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics and their content type, as `Metrics.render` does."""
+        self.usage.sum_up()
+        return self.request_log.metrics.render(accept)
 
     def view_latencies(self, model: str) -> LatenciesViewed:
         """Return this gateway's latencies of a model in the last hour."""

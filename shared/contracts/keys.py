@@ -63,13 +63,14 @@ class KeyLimits(Frozen):
     @property
     def has_budget(self) -> bool:
         """True if any budget of a day or month is set."""
-        has_tokens_or_money = not (
+        return not (
             self.tokens_per_day is None
             and self.tokens_per_month is None
             and self.money_per_day is None
             and self.money_per_month is None
+            and self.device_seconds_per_day is None
+            and self.device_seconds_per_month is None
         )
-        return has_tokens_or_money or self.has_device_seconds_budget
 
     @property
     def has_device_seconds_budget(self) -> bool:

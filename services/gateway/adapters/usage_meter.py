@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from services.gateway.adapters.usage_spool import UsageSpool, open_spools
@@ -53,7 +53,14 @@ class UsageMeter:
             `end` each of them.
     """
 
-    def __init__(self, mesh: Mesh, gateway_id: str, directory: Path) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        gateway_id: str,
+        directory: Path,
+        on_summed: Callable[[Sequence[UsageRecord]], None] = lambda _: None,
+    ) -> None:
+        """Call `on_summed` with all records, some of them at once."""
         self.dropped = 0
         self.unreported = Unreported()
         self.reporting = asyncio.Lock()
@@ -63,8 +70,9 @@ class UsageMeter:
         self._own: UsageSpool | None = None
         self._recent = RecentUsage(0)
         """Sums of the newest records of this gateway's spool: those that no report has had."""
-        self._unsummed: list[tuple[int, UsageRecord]] = []
-        """Records that are not in the sums yet, with their positions."""
+        self._unsummed: list[UsageRecord] = []
+        """Records that are not in the sums yet."""
+        self._on_summed = on_summed
         self._adopted: list[UsageSpool] = []
         self._number = 0
         self._opened_at = 0.0
@@ -148,7 +156,7 @@ class UsageMeter:
         if spool is None or spool.unreported > _MAX_UNREPORTED_BYTES:
             self._drop("the spool is full" if spool is not None else "there is no spool")
             return
-        start, line = spool.size, record.line()
+        line = record.line()
         if (self._open_us or self._followed) and self._forget(request_id):
             line = ended_line(request_id) + line  # in one write: neither counts without the other
         try:
@@ -156,21 +164,20 @@ class UsageMeter:
         except OSError as e:
             self._drop(str(e))
             return
-        self._unsummed.append((start, record))
+        self._unsummed.append(record)
         if len(self._unsummed) >= _SUMMED_AT_ONCE:
-            self._sum_up()
+            self.sum_up()
         if record.answer_id:
             self._unsettled.add(record.answer_id)
         if not self._has_records.is_set():
             self._has_records.set()
 
-    def _sum_up(self) -> None:
+    def sum_up(self) -> None:
         """Add the records to the sums."""
-        for start, record in self._unsummed:
-            if not self._recent.add(record):
-                self._recent = RecentUsage(start)  # those before it are read from the spool
-                self._recent.add(record)
-        self._unsummed.clear()
+        records, self._unsummed = self._unsummed, []
+        if self._own is not None and not all(map(self._recent.add, records)):
+            self._recent = RecentUsage(self._own.size)  # those before it are read from the spool
+        self._on_summed(records)
 
     def _drop(self, reason: str) -> None:
         self.dropped += 1
@@ -217,7 +224,7 @@ class UsageMeter:
     async def _report_own(self, spool: UsageSpool) -> bool:
         """Report the newest records from memory, and those before them from the spool."""
         while spool.unreported:
-            self._sum_up()
+            self.sum_up()
             recent = self._recent
             if spool.position < recent.start:
                 if not await self._report(spool, recent.start):

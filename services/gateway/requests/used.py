@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 
 from services.gateway.domain.followed_usage import FollowedResponse, FollowedUsage
 from services.gateway.domain.open_usage import OpenUsage
 from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.requests.active_request import ActiveRequest
+from services.gateway.requests.stats import RequestStats
 from shared.contracts.node import InstanceStatus
 
 
@@ -39,21 +41,28 @@ def followed_usage(request: ActiveRequest, key: str, response: FollowedResponse,
 
 
 def _record(request: ActiveRequest, key: str, answer_id: str, served: InstanceStatus | None) -> UsageRecord:
-    ticket, completion, usage = request.ticket, request.completion, request.stats.usage
-    adapter = request.engine_request.lora_adapter
+    completion, stats, adapter = request.completion, request.stats, request.engine_request.lora_adapter
+    usage = stats.usage
     record = UsageRecord(
-        int(time.time() // 3600),
+        int(time.time()) // 3600,
         key,
-        ticket.model,
+        request.ticket.model,
         adapter.name if adapter is not None else "",
         completion.error is not None or completion.has_client_left,
         usage.prompt_tokens,
         usage.cached_tokens,
         max(usage.completion_tokens, request.resume_state.tokens),
-        answer_id=answer_id,
     )
+    if answer_id:
+        record.answer_id = answer_id
     if served is not None:
-        _add_devices(record, request, served)
+        device_s = stats.earlier_device_s + request.reader.attempt.device_s
+        if device_s and served.device_ids:
+            record.compute_kind = _kind_of(served.device_ids)
+            devices = served.device_count if served.group is not None else len(served.device_ids)
+            record.compute_us = round(device_s * devices * 1e6)
+        if stats.cold_ready_at is not None:
+            _add_cold_start(record, stats, served)
     return record
 
 
@@ -67,7 +76,7 @@ def open_usage(request: ActiveRequest, key: str) -> OpenUsage | None:
         key: Name of its API key.
     """
     served, adapter = request.stats.instance, request.engine_request.lora_adapter
-    kind = served.device_ids[0].partition(":")[0] if served is not None and served.device_ids else ""
+    kind = _kind_of(served.device_ids) if served is not None else ""
     compute_s = request.stats.earlier_device_s + request.attempt.device_s
     if served is None or not kind or not compute_s or request.completion.is_done or request.idempotency is not None:
         return None
@@ -75,15 +84,15 @@ def open_usage(request: ActiveRequest, key: str) -> OpenUsage | None:
     return OpenUsage(request.ticket.id, int(time.time() // 3600), key, request.ticket.model, name, us, kind)
 
 
-def _add_devices(record: UsageRecord, request: ActiveRequest, served: InstanceStatus) -> None:
-    """Add the computing of devices, and the cold start that the request waited for."""
-    stats, kind = request.stats, served.device_ids[0].partition(":")[0] if served.device_ids else ""
-    compute_s = (stats.earlier_device_s + request.attempt.device_s) * served.device_count
-    if compute_s:
-        record.compute_us = round(compute_s * 1e6) if kind else 0
-        record.compute_kind = kind
-    if (cold_at := stats.cold_ready_at) is not None:
-        spans = [span for report in stats.phase_reports if report.received_at == cold_at for span in report.phases]
-        record.plan_id = served.plan_id
-        record.start_s = max((-span.start_ms for span in spans), default=0.0) / 1e3
-        record.device_kind, record.devices = kind, served.device_count
+def _add_cold_start(record: UsageRecord, stats: RequestStats, served: InstanceStatus) -> None:
+    """Add the cold start that the request waited for."""
+    spans = [span for report in stats.phase_reports if report.received_at == stats.cold_ready_at for span in report.phases]
+    record.plan_id = served.plan_id
+    record.start_s = max((-span.start_ms for span in spans), default=0.0) / 1e3
+    record.device_kind, record.devices = _kind_of(served.device_ids), served.device_count
+
+
+@lru_cache
+def _kind_of(device_ids: tuple[str, ...]) -> str:
+    """Return the kind of an instance's devices (cpu, cuda); empty without one."""
+    return device_ids[0].partition(":")[0] if device_ids else ""

@@ -29,7 +29,7 @@ def counters(metrics: Metrics) -> dict[str, float]:
 def test_sums_grow_with_every_record_however_often_they_are_exported(metrics: Metrics) -> None:
     label = 'gen_ai_request_model="m"'
     for times in (1, 2):
-        metrics.key_usage.add(RECORD)
+        metrics.key_usage.add([RECORD])
         assert counters(metrics) == counters(metrics)
         assert counters(metrics) == {
             f'requests_total{{{label},thaw_key="alice"}}': times,
@@ -45,7 +45,7 @@ def test_keys_models_adapters_and_device_kinds_are_apart(metrics: Metrics) -> No
         replace(RECORD, adapter="lora", plan_id="p"),
         replace(RECORD, key="bob", prompt_tokens=0, completion_tokens=0),
     ):
-        metrics.key_usage.add(record)
+        metrics.key_usage.add([record])
     found = counters(metrics)
     assert found['requests_total{gen_ai_request_model="m",thaw_key="alice"}'] == 2
     assert found['requests_total{gen_ai_request_model="lora",thaw_key="alice"}'] == 1

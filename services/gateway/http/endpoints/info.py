@@ -62,7 +62,7 @@ class Info:
         return json_response(state, 503 if faults else 200)
 
     async def metrics(self, request: Request) -> Response:
-        text, content_type = self._gateway.request_log.metrics.render(request.headers.get("accept", ""))
+        text, content_type = self._gateway.render_metrics(request.headers.get("accept", ""))
         return Response(text, media_type=content_type)
 
     async def openapi(self, request: Request) -> Response:

@@ -43,6 +43,8 @@ from services.engine.generation.runner import Row, Runner
 from services.engine.model import loading
 from services.engine.model.architectures import ModelCache
 from services.engine.model.arriving import ArrivingPages, Follower
+from services.engine.model.bound_model import bind_model
+from services.engine.model.model_files import read_files
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import WeightsAttached
@@ -137,10 +139,10 @@ def measure(case: Case, way: str) -> Measured:
         start = EngineStart(
             instance_id=INSTANCE, node=NODE, card=loader.card, device=DEVICE, separate_memory=True, kv_bytes=1 << 30, log_path=""
         )
-        files = loading.read_files(case.model, start, ModelCache())
+        files = read_files(case.model, start, ModelCache())
         index = loader.begin()
         began = time.monotonic()
-        bound = loading.bind_model(case.model, index, start, ModelCache())
+        bound = bind_model(case.model, index, start, ModelCache())
         bound_at = time.monotonic()
         if way == "waiting":
             attached = loader.wait()

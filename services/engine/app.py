@@ -34,8 +34,11 @@ from services.engine.lora.room import LoraRoom
 from services.engine.model import loading
 from services.engine.model.architectures import ModelCache
 from services.engine.model.attaching import Attaching
+from services.engine.model.bound_model import BoundModel, bind_model
 from services.engine.model.gpu_kv import GpuKvMemory
+from services.engine.model.model_files import ModelFiles, read_files
 from services.engine.model.overlap import Overlap
+from services.engine.model.ready_model import ReadyModel
 from services.engine.server.migration import EngineMigration
 from services.engine.server.serving import Serving
 from services.engine.server.suspension import Suspension
@@ -159,11 +162,11 @@ class Engine(InstanceProcess):
         job.add_done_callback(self._jobs.discard)
         return job
 
-    async def _bind(self, attached: WeightsAttached) -> loading.BoundModel:
+    async def _bind(self, attached: WeightsAttached) -> BoundModel:
         """Build the model on the computing thread, while its bytes are still loading."""
 
-        def work() -> loading.BoundModel:
-            bound = loading.bind_model(Path(attached.directory), attached, self._start, self._parts.models)
+        def work() -> BoundModel:
+            bound = bind_model(Path(attached.directory), attached, self._start, self._parts.models)
             self._mapped_at = list(bound.addresses())
             return bound
 
@@ -214,7 +217,7 @@ class Engine(InstanceProcess):
         self._reporter.weights_id = index.weights_id
         ring = self._begin_ring()
         with self._timeline.phase(Phase.INIT):
-            read = partial(loading.read_files, Path(index.directory), self._start, self._parts.models)
+            read = partial(read_files, Path(index.directory), self._start, self._parts.models)
             files = loop.run_in_executor(self._files, read)
             bound = await self._bind(index)
             small = await files
@@ -271,7 +274,7 @@ class Engine(InstanceProcess):
         await self._accept_requests(is_confirmed=False)
         self._reporter.accept_requests()
 
-    async def _complete(self, bound: loading.BoundModel, small: loading.ModelFiles, attached: WeightsAttached) -> None:
+    async def _complete(self, bound: BoundModel, small: ModelFiles, attached: WeightsAttached) -> None:
         """Open the engine for requests: all weights are loaded and mapped."""
         self._tokenization = small.tokenization
         self._reporter.advance(0.95, Phase.PROFILE)
@@ -296,7 +299,7 @@ class Engine(InstanceProcess):
         self._connecting = asyncio.create_task(connecting, name="stage-ring")
         return self._connecting
 
-    async def _begin_overlap(self, bound: loading.BoundModel, files: loading.ModelFiles, index: WeightsAttached) -> Overlap | None:
+    async def _begin_overlap(self, bound: BoundModel, files: ModelFiles, index: WeightsAttached) -> Overlap | None:
         """Open the engine for requests while weights arrive; None if it has to wait for them."""
         if self._parts.is_shared or self._start.stage is not None or not self._mesh.nc.is_connected:  # a subscription might be lost
             return None
@@ -334,7 +337,7 @@ class Engine(InstanceProcess):
         """Pass events of the computing thread on to the event loop."""
         self._loop.call_soon_threadsafe(self._serving.on_events, events)
 
-    def _open(self, computable: loading.ReadyModel, deliver: Callable[[Sequence[Event]], None]) -> Batcher:
+    def _open(self, computable: ReadyModel, deliver: Callable[[Sequence[Event]], None]) -> Batcher:
         """Start the computing thread, and open the server."""
         slo = self._start.card.spec.slo
         ttft_s = slo.ttft

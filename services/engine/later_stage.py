@@ -20,6 +20,7 @@ from services.engine.loader_client import LoaderClient
 from services.engine.loader_watch import BOUND, LoaderWatch
 from services.engine.model import loading
 from services.engine.model.architectures import ModelCache
+from services.engine.model.bound_model import bind_model
 from services.engine.settings import EngineSettings
 from services.engine.stages import ring
 from services.engine.stages.booked_pages import BookedPages
@@ -124,7 +125,7 @@ class LaterStage(InstanceProcess):
         self._reporter.weights_id = index.weights_id
         directory = Path(index.directory)
         with self._timeline.phase(Phase.INIT):
-            bound = await self._compute(partial(loading.bind_model, directory, index, start, self._models))
+            bound = await self._compute(partial(bind_model, directory, index, start, self._models))
         self._reporter.advance(BOUND, Phase.LOAD)
         attached = await self._weights.attach(start.card, self._weights.holder, "complete")
         self._timeline.absorb(attached.phases)
@@ -136,7 +137,7 @@ class LaterStage(InstanceProcess):
             await self._lease.wait()
         if not bound.segment.is_current(attached.segment, attached.extents):
             log.warning("the loader was restarted and has reloaded the weights; binding again")
-            bound = await self._compute(partial(loading.bind_model, directory, attached, start, self._models))
+            bound = await self._compute(partial(bind_model, directory, attached, start, self._models))
         loading.check_device(attached)
         bound.is_partial = attached.loaded_bytes < attached.total_bytes
         self._reporter.advance(0.95, Phase.PROFILE)

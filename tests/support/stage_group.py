@@ -14,7 +14,7 @@ from services.engine.generation.kv_bytes import layout_of
 from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.runner import WARM_UP
 from services.engine.model import checkpoint
-from services.engine.model.loading import BoundModel
+from services.engine.model.bound_model import BoundModel
 from services.engine.model.stage_model import bind_part
 from services.engine.stages.connections import Inbound, Outbound
 from services.engine.stages.first_stage import FirstStageRunner

@@ -26,6 +26,8 @@ import torch
 from services.engine.loader_client import LoaderClient
 from services.engine.model import loading
 from services.engine.model.architectures import ModelCache
+from services.engine.model.bound_model import BoundModel, bind_model, open_segment
+from services.engine.model.model_files import ModelFiles, read_files
 from services.engine.model.segment import Segment
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import WeightsAttached
@@ -45,8 +47,8 @@ RunOnThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 class AttachedModel:
     """A bound model with all of its weights, its small files, and the loader's last answer."""
 
-    bound: loading.BoundModel
-    files: loading.ModelFiles
+    bound: BoundModel
+    files: ModelFiles
     attached: WeightsAttached
 
 
@@ -99,11 +101,11 @@ class Attaching:
             index = await self._index
             self._on_index(index)
             with self._timeline.phase(Phase.INIT):
-                files = self._begin(self._run(partial(loading.read_files, Path(index.directory), self._start, self._models)))
+                files = self._begin(self._run(partial(read_files, Path(index.directory), self._start, self._models)))
                 segment = await self._run(partial(self._open_segment, index))
                 mapping = self._begin(self._map())
-                bound: loading.BoundModel = await self._run(partial(self._bind, index, segment))
-                small: loading.ModelFiles = await files
+                bound: BoundModel = await self._run(partial(self._bind, index, segment))
+                small: ModelFiles = await files
             attached, mapped = await mapping
         finally:
             await self.end()
@@ -155,10 +157,10 @@ class Attaching:
     # -- on a thread -------------------------------------------------------------------------------
 
     def _open_segment(self, index: WeightsAttached) -> Segment:
-        segment = loading.open_segment(index)
+        segment = open_segment(index)
         self.ranges.append(segment.addresses)
         return segment
 
-    def _bind(self, attached: WeightsAttached, segment: Segment | None) -> loading.BoundModel:
+    def _bind(self, attached: WeightsAttached, segment: Segment | None) -> BoundModel:
         opened = segment or self._open_segment(attached)
-        return loading.bind_model(Path(attached.directory), attached, self._start, self._models, opened)
+        return bind_model(Path(attached.directory), attached, self._start, self._models, opened)

@@ -23,8 +23,11 @@ from services.engine.generation.events import Event
 from services.engine.loader_client import LoaderClient
 from services.engine.model import loading
 from services.engine.model.arriving import ArrivingPages, Follower
+from services.engine.model.bound_model import BoundModel
 from services.engine.model.gpu_units import ArrivingUnits
 from services.engine.model.layer_gates import LayerGates
+from services.engine.model.model_files import ModelFiles
+from services.engine.model.ready_model import ReadyModel
 from services.engine.server.serving import Serving
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
@@ -49,7 +52,7 @@ class Overlap:
     def __init__(
         self,
         follower: Follower,
-        bound: loading.BoundModel,
+        bound: BoundModel,
         index: WeightsAttached,
         start: EngineStart,
         loader: LoaderClient,
@@ -69,7 +72,7 @@ class Overlap:
     async def begin(
         cls,
         socket: Path,
-        bound: loading.BoundModel,
+        bound: BoundModel,
         index: WeightsAttached,
         start: EngineStart,
         loader: LoaderClient,
@@ -109,7 +112,7 @@ class Overlap:
                 return None
         return cls(follower, bound, index, start, loader, timeline, deliver)
 
-    def make_ready(self, files: loading.ModelFiles, settings: EngineSettings) -> loading.ReadyModel:
+    def make_ready(self, files: ModelFiles, settings: EngineSettings) -> ReadyModel:
         """Bind the model to its future bytes. Runs on the computing thread."""
         ready, self._gates = loading.begin(self._bound, files, self._start, settings, self._follower.arriving, self._follower.pages)
         return ready

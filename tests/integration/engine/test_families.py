@@ -24,8 +24,10 @@ from services.engine.generation.events import Broken, Event, Progressed
 from services.engine.generation.request import GenerationRequest
 from services.engine.model import loading
 from services.engine.model.architectures import ModelCache
+from services.engine.model.bound_model import BoundModel, bind_model
 from services.engine.model.checkpoint import PACKABLE
-from services.engine.model.loading import BoundModel, ModelFiles, ReadyModel
+from services.engine.model.model_files import ModelFiles, read_files
+from services.engine.model.ready_model import ReadyModel
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.contracts.inference import InferRequest
@@ -104,9 +106,9 @@ class LoadedModel:
         self.start = EngineStart(
             instance_id="i", node="n", card=card_of(directory), device="cpu:0", kv_bytes=64 << 20, log_path="unused"
         )
-        self.bound: BoundModel = loading.bind_model(directory, self.segment.attached(), self.start, ModelCache())
+        self.bound: BoundModel = bind_model(directory, self.segment.attached(), self.start, ModelCache())
         self.segment.write_data()
-        self.files: ModelFiles = loading.read_files(directory, self.start, ModelCache())
+        self.files: ModelFiles = read_files(directory, self.start, ModelCache())
         self.computable: ReadyModel = loading.complete(self.bound, self.files, self.start, EngineSettings())
         limits = self.computable.limits
         self.limits = Limits(8, kv_blocks or limits.kv_blocks, limits.step_tokens, 16)
@@ -267,9 +269,9 @@ def test_another_dtype_is_converted(tmp_path: Path, demo_directory: Path) -> Non
     segment.write_index()
     try:
         start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=64 << 20, log_path="unused")
-        bound = loading.bind_model(directory, segment.attached(), start, ModelCache())
+        bound = bind_model(directory, segment.attached(), start, ModelCache())
         segment.write_data()
-        loading.complete(bound, loading.read_files(directory, start, ModelCache()), start, EngineSettings())
+        loading.complete(bound, read_files(directory, start, ModelCache()), start, EngineSettings())
         wanted = load_file(directory / "model.safetensors")["lm_head.weight"].bfloat16()
         assert torch.equal(bound.model.get_output_embeddings().weight, wanted)
     finally:
@@ -305,9 +307,9 @@ def test_encoders_embed_as_sentence_transformers_do(mode: str | None, tmp_path: 
     try:
         card = card_of(tmp_path, task="embed")
         start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=0, log_path="unused")
-        bound = loading.bind_model(tmp_path, segment.attached(), start, ModelCache())
+        bound = bind_model(tmp_path, segment.attached(), start, ModelCache())
         assert not bound.copied
-        computable = loading.complete(bound, loading.read_files(tmp_path, start, ModelCache()), start, EngineSettings())
+        computable = loading.complete(bound, read_files(tmp_path, start, ModelCache()), start, EngineSettings())
         inputs = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
         vectors = computable.embedder.embed(inputs, None)
         for ids, vector in zip(inputs, vectors, strict=True):

@@ -14,7 +14,9 @@ from services.engine.generation.runner import Row, Runner
 from services.engine.model import conversion, loading
 from services.engine.model.architectures import ModelCache
 from services.engine.model.arriving import ArrivingWeights, ByteSpan
+from services.engine.model.bound_model import bind_model
 from services.engine.model.checkpoint import EMBEDDING, PACKABLE
+from services.engine.model.model_files import read_files
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.errors import CheckpointInvalid
@@ -81,11 +83,11 @@ def logits(runner: Runner | None) -> torch.Tensor:
 def test_layers_wait_for_their_weights_in_the_order_of_loading(name: str, tmp_path: Path, demo_directory: Path) -> None:
     directory = save(name, tmp_path / "m", demo_directory, torch.float32)
     start = EngineStart(instance_id="i", node="n", card=card_of(directory), device="cpu:0", kv_bytes=64 << 20, log_path="unused")
-    files, settings = loading.read_files(directory, start, ModelCache()), EngineSettings()
+    files, settings = read_files(directory, start, ModelCache()), EngineSettings()
     segment = WrittenSegment(directory)
     segment.write_index()
     try:
-        bound = loading.bind_model(directory, segment.attached(), start, ModelCache())
+        bound = bind_model(directory, segment.attached(), start, ModelCache())
         assert bool(bound.copied) == (name in CONVERTED)
         assert loading.can_overlap(bound, start)
         weights = OnDemand(segment, directory)
@@ -113,12 +115,12 @@ def test_layers_of_embedding_models_wait_for_their_weights(name: str, tmp_path: 
     start = EngineStart(
         instance_id="i", node="n", card=card_of(tmp_path, task="embed"), device="cpu:0", kv_bytes=0, log_path="unused"
     )
-    files, settings = loading.read_files(tmp_path, start, ModelCache()), EngineSettings()
+    files, settings = read_files(tmp_path, start, ModelCache()), EngineSettings()
     segment = WrittenSegment(tmp_path)
     segment.write_index()
     inputs = [PROMPT, [12, 13]]
     try:
-        bound = loading.bind_model(tmp_path, segment.attached(), start, ModelCache())
+        bound = bind_model(tmp_path, segment.attached(), start, ModelCache())
         assert loading.can_overlap(bound, start)
         weights = OnDemand(segment, tmp_path)
         early, gates = loading.begin(bound, files, start, settings, weights, None)
@@ -140,11 +142,11 @@ def test_weights_of_another_type_are_converted_as_they_arrive(name: str, tmp_pat
     directory = save(name, tmp_path / "m", demo_directory, torch.float32)
     card = card_of(directory, dtype="bfloat16")
     start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=64 << 20, log_path="unused")
-    files, settings = loading.read_files(directory, start, ModelCache()), EngineSettings()
+    files, settings = read_files(directory, start, ModelCache()), EngineSettings()
     segment = WrittenSegment(directory)
     segment.write_index()
     try:
-        bound = loading.bind_model(directory, segment.attached(), start, ModelCache())
+        bound = bind_model(directory, segment.attached(), start, ModelCache())
         assert bound.copied
         assert loading.can_overlap(bound, start)
         weights = OnDemand(segment, directory)
@@ -166,11 +168,11 @@ def test_weights_of_another_type_are_converted_as_they_arrive(name: str, tmp_pat
 def test_parameters_that_no_step_has_read_are_converted_at_the_end(tmp_path: Path, demo_directory: Path) -> None:
     directory = save("qwen3-moe", tmp_path / "m", demo_directory, torch.float32)
     start = EngineStart(instance_id="i", node="n", card=card_of(directory), device="cpu:0", kv_bytes=64 << 20, log_path="unused")
-    files, settings = loading.read_files(directory, start, ModelCache()), EngineSettings()
+    files, settings = read_files(directory, start, ModelCache()), EngineSettings()
     segment = WrittenSegment(directory)
     segment.write_index()
     try:
-        bound = loading.bind_model(directory, segment.attached(), start, ModelCache())
+        bound = bind_model(directory, segment.attached(), start, ModelCache())
         early, gates = loading.begin(bound, files, start, settings, ArrivingWeights(), None)
         segment.write_data()
         gates.remove()
@@ -188,7 +190,7 @@ def test_a_model_whose_sources_are_unknown_waits_for_the_whole_load(
     monkeypatch.setattr(conversion, "rename_source_key", lambda name, *_: (name, None))
     segment = WrittenSegment(directory).write()
     try:
-        bound = loading.bind_model(directory, segment.attached(), start, ModelCache())
+        bound = bind_model(directory, segment.attached(), start, ModelCache())
         assert bound.late is not None
         monkeypatch.setattr(bound.late, "_sources", {"model.layers.0.": []})
         assert not loading.can_overlap(bound, start)
@@ -212,9 +214,9 @@ def test_a_failed_load_ends_the_step_with_its_error(tmp_path: Path, demo_directo
     segment = WrittenSegment(directory)
     segment.write_index()
     try:
-        bound = loading.bind_model(directory, segment.attached(), start, ModelCache())
+        bound = bind_model(directory, segment.attached(), start, ModelCache())
         weights = ArrivingWeights()
-        early, _ = loading.begin(bound, loading.read_files(directory, start, ModelCache()), start, EngineSettings(), weights, None)
+        early, _ = loading.begin(bound, read_files(directory, start, ModelCache()), start, EngineSettings(), weights, None)
         weights.fail(CheckpointInvalid("the file shrank"))
         with pytest.raises(CheckpointInvalid, match="the file shrank"):
             logits(early.runner)

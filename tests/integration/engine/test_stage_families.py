@@ -12,8 +12,9 @@ import transformers as tf
 
 from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.runner import PackedRunner, Row
-from services.engine.model import checkpoint, loading
+from services.engine.model import checkpoint
 from services.engine.model.architectures import ModelCache
+from services.engine.model.bound_model import bind_model
 from services.engine.model.stage_model import bind_part
 from services.engine.stages.part import StagePart
 from shared.contracts.engine import EngineStart
@@ -44,7 +45,7 @@ def test_stages_compute_what_the_whole_model_does(family: str, tmp_path: Path) -
     try:
         card = card_of(directory)
         start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=1, log_path="unused")
-        bound = loading.bind_model(directory, segment.attached(), start, ModelCache())
+        bound = bind_model(directory, segment.attached(), start, ModelCache())
         whole = PackedRunner(bound.model, torch.device("cpu"))
         kind = checkpoint.model_class(bound.config, card, directory)
         ranges = split_layers(bound.config.num_hidden_layers, 2 if "opt" in family else 3)
@@ -73,7 +74,7 @@ def test_a_part_binds_only_its_own_parameters(tmp_path: Path) -> None:
     try:
         card = card_of(directory)
         start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=1, log_path="unused")
-        bound = loading.bind_model(directory, segment.attached(), start, ModelCache())
+        bound = bind_model(directory, segment.attached(), start, ModelCache())
         kind = checkpoint.model_class(bound.config, card, directory)
         names = [
             {n for n, _ in bind_part(kind, bound.config, bound.segment, torch.float32, r).named_parameters(remove_duplicate=False)}
@@ -93,7 +94,7 @@ def test_untested_types_are_refused(tmp_path: Path) -> None:
     segment = WrittenSegment(directory).write()
     try:
         start = EngineStart(instance_id="i", node="n", card=card_of(directory), device="cpu:0", kv_bytes=1, log_path="unused")
-        bound = loading.bind_model(directory, segment.attached(), start, ModelCache())
+        bound = bind_model(directory, segment.attached(), start, ModelCache())
         with pytest.raises(UnsupportedArchitecture, match="stablelm"):
             bind_part(type(bound.model), bound.config, bound.segment, torch.float32, split_layers(3, 3)[0])
     finally:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from services.engine.domain.step_planning import BLOCK_TOKENS
 from services.engine.generation.kv_cache import SequenceKV
 from services.engine.generation.runner import PackedRunner, SequentialRunner
-from services.engine.model import loading
+from services.engine.model import ready_model
 from services.engine.model.gpu_kv import STRIDE_BYTES, GpuKvMemory
 from shared.contracts.engine import EngineStart
 from shared.errors import DeviceFailed, EngineFailed, InsufficientMemory
@@ -222,7 +222,7 @@ def test_a_model_with_a_cache_of_its_own_does_not_start_where_pages_are_lent(dem
     model = transformers.AutoModelForCausalLM.from_pretrained(demo_directory)
     device = torch.device("cpu")
     with pytest.raises(EngineFailed, match=r"mamba cannot borrow pages of cuda:0.*Unset THAW_CUDA_LEND_KV"):
-        loading._borrow_memory(SequentialRunner(model, device), "0000:00:00.0", TOKEN_BYTES, start)
+        ready_model._borrow_memory(SequentialRunner(model, device), "0000:00:00.0", TOKEN_BYTES, start)
     runner = PackedRunner(model, device, 128)
-    memory = loading._borrow_memory(runner, "0000:00:00.0", TOKEN_BYTES, start)
+    memory = ready_model._borrow_memory(runner, "0000:00:00.0", TOKEN_BYTES, start)
     assert runner.kv_memory is memory

@@ -17,6 +17,9 @@ import transformers as tf
 from services.engine.generation.runner import Row
 from services.engine.model import device_segment, gpu_units, loading
 from services.engine.model.architectures import ModelCache
+from services.engine.model.bound_model import bind_model
+from services.engine.model.model_files import read_files
+from services.engine.model.ready_model import ReadyModel
 from services.engine.process import prepare_environment
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
@@ -41,7 +44,7 @@ def test_gpus_have_the_numbers_of_the_node(monkeypatch: pytest.MonkeyPatch) -> N
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-def logits(computable: loading.ReadyModel) -> torch.Tensor:
+def logits(computable: ReadyModel) -> torch.Tensor:
     assert computable.runner is not None
     return computable.runner.forward([Row(computable.runner.new_state(), 0, IDS)])[0]
 
@@ -62,7 +65,7 @@ class OnDevice:
         card = card_of(directory, **spec)
         self.start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=64 << 20, log_path="unused")
         attached = self.segment.attached().model_copy(update={"handle": HANDLE})
-        self.bound = loading.bind_model(directory, attached, self.start, ModelCache())
+        self.bound = bind_model(directory, attached, self.start, ModelCache())
 
     def open_units(self, handle: GpuUnitsHandle, *_: object) -> torch.Tensor:
         """Map units one after the other, each from a page on."""
@@ -76,8 +79,8 @@ class OnDevice:
         self.opened.append(handle)
         return self.device
 
-    def complete(self, handle: CudaIpcHandle | GpuUnitsHandle | None = HANDLE) -> loading.ReadyModel:
-        files = loading.read_files(self.directory, self.start, ModelCache())
+    def complete(self, handle: CudaIpcHandle | GpuUnitsHandle | None = HANDLE) -> ReadyModel:
+        files = read_files(self.directory, self.start, ModelCache())
         return loading.complete(self.bound, files, self.start, EngineSettings(), handle)
 
     def copied(self) -> list[str]:

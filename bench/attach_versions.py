@@ -7,9 +7,8 @@ DIRECTORY is a checkout of the version to compare with. Both versions have a nod
 in `bench.attach`, and the client's side of this checkout. Each round starts one instance on each
 node, in alternating order, and stops it.
 
-CPU time is that of the loader, the nodeagent and the executor from the command to the first token;
-the kernel counts it in steps of 10 ms, so that only its mean over the rounds says something. The
-other figures are medians, and ratios of medians.
+CPU time is that of the loader, the nodeagent and the executor from the command to the first token.
+All figures are medians, and ratios of medians.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -33,6 +31,9 @@ from shared.contracts.node import InstanceState
 from thaw.demo.models import SIZES, make_demo_model
 
 VERSIONS = ("before", "after")
+PROCESSES = ("loader", "nodeagent", "executor")
+_SCHEDULED = 2
+"""The kernel's number for the clock of a process's time on CPUs (CPUCLOCK_SCHED)."""
 
 
 @dataclass
@@ -41,36 +42,43 @@ class Version:
 
     node: Node
     card: ModelCard
-    processes: tuple[psutil.Process, ...]
+    pids: tuple[int, ...]
+    """Of `PROCESSES`, in their order."""
     ttft_ms: list[float] = field(default_factory=list)
     compute_ms: list[float] = field(default_factory=list)
-    cpu_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[tuple[float, ...]] = field(default_factory=list)
 
     def figures(self, name: str) -> dict[str, float]:
         beyond = median([t - c for t, c in zip(self.ttft_ms, self.compute_ms, strict=True)])
-        return {
+        found = {
             f"{name}_ttft_ms": median(self.ttft_ms),
             f"{name}_compute_ms": median(self.compute_ms),
             f"{name}_beyond_compute_ms": beyond,
-            f"{name}_cpu_ms": statistics.mean(self.cpu_ms),
+            f"{name}_cpu_ms": median([sum(each) for each in self.cpu_ms]),
         }
+        return found | {f"{name}_{p}_cpu_ms": median([each[i] for each in self.cpu_ms]) for i, p in enumerate(PROCESSES)}
 
     async def measure(self) -> None:
         """Attach an instance, have it answer twice, and stop it."""
-        cpu, began = self._cpu_s(), time.perf_counter()
+        before, began = self._cpu_s(), time.perf_counter()
         instance_id = (await self.node.start(self.card)).instance_id
         first, _ = await self.node.ask(instance_id)
-        cpu = self._cpu_s() - cpu
+        after = self._cpu_s()
         await self.node.reaches(instance_id, InstanceState.READY)
         again = time.perf_counter()
         second, _ = await self.node.ask(instance_id)
         await self.node.stop(instance_id)
         self.ttft_ms.append((first - began) * 1e3)
         self.compute_ms.append((second - again) * 1e3)
-        self.cpu_ms.append(cpu * 1e3)
+        self.cpu_ms.append(tuple((a - b) * 1e3 for a, b in zip(after, before, strict=True)))
 
-    def _cpu_s(self) -> float:
-        return sum(sum(p.cpu_times()[:2]) for p in self.processes)
+    def _cpu_s(self) -> tuple[float, ...]:
+        return tuple(map(cpu_s, self.pids))
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of all threads of a process, to the nanosecond."""
+    return time.clock_gettime((~pid << 3) | _SCHEDULED)
 
 
 async def start_version(stack: contextlib.AsyncExitStack, checkout: Path, options: argparse.Namespace) -> Version:
@@ -82,10 +90,10 @@ async def start_version(stack: contextlib.AsyncExitStack, checkout: Path, option
     node = await stack.enter_async_context(node_of(home, options.threads))
     neighbour = await node.start(await node.card(models[1], "shared"))
     await node.ask(neighbour.instance_id)
-    processes = tuple(psutil.Process(pid) for pid in (*node.pids, *neighbour.pids))
-    if any(Path(p.cwd()) != checkout for p in processes):
+    pids = (*node.pids, *neighbour.pids)
+    if any(Path(psutil.Process(pid).cwd()) != checkout for pid in pids):
         raise SystemExit(f"the services do not run in {checkout}")
-    return Version(node, await node.card(models[0], "shared"), processes)
+    return Version(node, await node.card(models[0], "shared"), pids)
 
 
 async def run(options: argparse.Namespace) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """One process's connection to the mesh: typed requests, typed replies, events.
 
-FastStream carries commands and events. The token path (gateway ↔ engine) uses the raw client in
-`Mesh.nc`: it is three times as fast, and its protocol (shared/contracts/inference.py) is not
-request/reply.
+FastStream connects the process and ends the connection. The NATS client calls the handlers
+(`shared.messaging.responders`, docs/adr/0109). The token path (gateway ↔ engine) uses the client in
+`Mesh.nc`: its protocol (shared/contracts/inference.py) is not request/reply.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from faststream.nats import NatsBroker, NatsMessage, NatsSecurity
+from faststream.nats import NatsBroker, NatsSecurity
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.errors import ConnectionClosedError, NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from pydantic import TypeAdapter, ValidationError
 
-from shared.contracts.base import Failure, Message, Request
+from shared.contracts.base import Message, Request
 from shared.contracts.subjects import token
-from shared.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, ThawError, Unreachable, from_body
+from shared.errors import DeadlineExceeded, Unreachable
 from shared.messaging.progress import reports, request_with_reports
-from shared.messaging.responders import DrainingResponder, HandlerReference, Responder
+from shared.messaging.replies import answer, decode_reply, encode_reply, faults_of
+from shared.messaging.responders import ConcurrentResponder, Handle, Responder, SubscribedResponder
 from shared.nats_urls import inbox_prefix, requires_tls
 from shared.settings import CommonSettings
 from shared.tasks import end
@@ -39,10 +41,8 @@ HEADROOM_BYTES = 16 * 1024
 """Kept free below `max_payload`: headers count too, and one byte over it closes the connection for
 good.
 """
-_CONCURRENT_WORKERS = 256
 _YIELD_AFTER_BYTES = 16 << 10
 """Half of nats-py's read: a shorter one has emptied the stream."""
-_MAX_FAULTS = 5
 
 
 class Mesh:
@@ -77,15 +77,21 @@ class Mesh:
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
             closed_cb=self._on_closed,
-            graceful_timeout=2.0,
         )
         self._started = False
+        self._declared: list[SubscribedResponder] = []
+        """Those that `start` will start."""
+        self._responders: set[SubscribedResponder] = set()
+        """Those that have a subscription."""
 
     async def start(self) -> None:
         """Connect, without a time limit, and start every handler registered so far."""
         await self._broker.start()
         survive_cancelled_flushes(self.nc)
         yield_between_reads(self.nc)
+        for responder in self._declared:
+            await responder.start()
+        self._declared.clear()
         self._away.reset()
         self._started = True
 
@@ -102,14 +108,27 @@ class Mesh:
             await end(starting, stopped)
 
     async def stop(self) -> None:
-        """Close the connection, after at most 2 s for what is still to be sent."""
+        """Close the connection.
+
+        What is still to be sent, and then running handlers, get at most 2 s each.
+        """
         self._stopping = True
         if self._started:
             try:
                 await self.nc.flush(timeout=2)
             except NatsTimeoutError:
                 log.warning("NATS did not confirm the last messages; closing", extra={"servers": self._servers})
+        await asyncio.gather(*(responder.stop() for responder in self._responders))
+        await asyncio.gather(*(responder.abandon() for responder in self._responders))
         await self._broker.stop()
+
+    def add_responder(self, responder: SubscribedResponder) -> None:
+        """Note that a responder has subscribed. `stop` stops it."""
+        self._responders.add(responder)
+
+    def remove_responder(self, responder: SubscribedResponder) -> None:
+        """Note that a responder has no subscription any more."""
+        self._responders.discard(responder)
 
     @contextmanager
     def on_reconnect(self, listener: Callable[[], None]) -> Iterator[None]:
@@ -188,13 +207,15 @@ class Mesh:
         is forgotten once it has been stopped and dropped.
         """
 
-        async def answer(message: NatsMessage) -> bytes:
-            with carried(message.headers):
-                async with reports(self.nc, message.reply_to, message.headers):
-                    data = (await _answer(subject, adapter, handler, message.body)).model_dump_json().encode()
-                return data if len(data) <= self.max_body else _too_long(subject, len(data), self.max_body)
+        async def reply(message: Msg) -> None:
+            headers = message.headers or {}
+            with carried(headers):
+                async with reports(self.nc, message.reply, headers):
+                    data = encode_reply(subject, await answer(subject, adapter, handler, message.data), self.max_body)
+                if message.reply:
+                    await self.nc.publish(message.reply, data)
 
-        return self._subscribe(subject, answer, queue, concurrent, persistent=not is_temporary)
+        return self._subscribe(subject, reply, queue, concurrent=concurrent, is_temporary=is_temporary)
 
     def listen(self, subject: str, kind: type[E], handler: Callable[[E], Awaitable[None]]) -> Responder:
         """Handle events of one kind, serially and in order.
@@ -206,13 +227,12 @@ class Mesh:
         `node`.
         """
 
-        async def hear(message: NatsMessage) -> None:
+        async def hear(message: Msg) -> None:
             with carried(message.headers):
                 try:
-                    event = kind.model_validate_json(message.body)
-                    sent_on = message.raw_message.subject
-                    if "*" in subject and sent_on != subject.replace("*", token(getattr(event, "node", ""))):
-                        log.warning("dropped an event in another node's name", extra={"subject": sent_on})
+                    event = kind.model_validate_json(message.data)
+                    if "*" in subject and message.subject != subject.replace("*", token(getattr(event, "node", ""))):
+                        log.warning("dropped an event in another node's name", extra={"subject": message.subject})
                         return
                     await handler(event)
                 except ValidationError as e:
@@ -220,26 +240,16 @@ class Mesh:
                 except Exception:
                     log.exception("an event handler failed", extra={"subject": subject})
 
-        return self._subscribe(subject, hear, "", False)
+        return self._subscribe(subject, hear)
 
     def _subscribe(
-        self,
-        subject: str,
-        handler: Callable[[NatsMessage], Awaitable[Any]],
-        queue: str,
-        concurrent: bool,
-        *,
-        persistent: bool = True,
+        self, subject: str, handle: Handle, queue: str = "", *, concurrent: bool = False, is_temporary: bool = False
     ) -> Responder:
-        workers: dict[str, Any] = {"max_workers": _CONCURRENT_WORKERS} if concurrent else {}
-        subscriber: Any = self._broker.subscriber(subject, queue, decoder=_whole_message, persistent=persistent, **workers)
-        reference = HandlerReference(handler)
-
-        async def handle(message: NatsMessage) -> Any:  # FastStream reads the signature
-            return await reference.handle(message)
-
-        subscriber(handle)
-        return DrainingResponder(lambda: self.nc, self.flush, subscriber, reference)
+        kind = ConcurrentResponder if concurrent else SubscribedResponder
+        responder = kind(self, subject, queue, handle)
+        if not is_temporary and not self._started:
+            self._declared.append(responder)
+        return responder
 
     async def _on_error(self, error: Exception) -> None:
         # While a server is away there are ten of them each second.
@@ -306,55 +316,3 @@ def yield_between_reads(client: Client) -> None:
             await asyncio.sleep(0)
 
     client._ps.parse = parse_and_yield  # type: ignore[method-assign]
-
-
-def faults_of(error: ValidationError) -> str:
-    """List a message's validation errors for logs and replies.
-
-    The list has no values, which may be prompts or keys.
-    """
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    shown = [f"{'.'.join(map(str, fault['loc'])) or 'message'}: {fault['msg']}" for fault in found[:_MAX_FAULTS]]
-    return "; ".join(shown) + ("; …" if len(found) > _MAX_FAULTS else "")
-
-
-async def _whole_message(message: NatsMessage) -> NatsMessage:
-    return message
-
-
-async def _answer(subject: str, adapter: TypeAdapter[M], handler: Callable[[M], Awaitable[Message]], body: bytes) -> Message:
-    try:
-        request = adapter.validate_json(body)
-        if isinstance(request, Request):
-            async with asyncio.timeout(request.deadline_ms / 1000):
-                return await handler(request)
-        return await handler(request)
-    except ValidationError as e:
-        return Failure(error=InvalidRequest(f"Malformed message on {subject}: {faults_of(e)}").body())
-    except ThawError as e:
-        return Failure(error=e.body())
-    except TimeoutError:
-        return Failure(error=DeadlineExceeded(f"Not done within the deadline on {subject}").body())
-    except Exception as e:
-        log.exception("a handler failed", extra={"subject": subject})
-        return Failure(error=ThawError(f"{type(e).__name__} while answering {subject}: {e}").body())
-
-
-def _too_long(subject: str, size: int, limit: int) -> bytes:
-    log.warning("an answer was too long to be sent", extra={"subject": subject, "bytes": size})
-    error = PayloadTooLarge(
-        f"The answer on {subject} would have {size} bytes, and NATS takes {limit}; ask for less, or raise its max_payload"
-    )
-    return Failure(error=error.body()).model_dump_json().encode()
-
-
-def decode_reply(data: bytes, reply: type[R]) -> R:
-    """Parse a reply. Raises the `ThawError` that the other side answered with."""
-    try:
-        return reply.model_validate_json(data)
-    except ValidationError:
-        try:
-            failure = Failure.model_validate_json(data)
-        except ValidationError as e:
-            raise ThawError(f"An unintelligible reply (a newer major version?): {faults_of(e)}") from e
-    raise from_body(failure.error)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from services.gateway.domain.catalog import Catalog
 from shared.contracts import subjects
 from shared.contracts.models import ModelCard
-from shared.messaging.mesh import faults_of
+from shared.messaging.replies import faults_of
 
 log = logging.getLogger(__name__)
 

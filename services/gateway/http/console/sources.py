@@ -17,7 +17,7 @@ from shared.contracts.active_requests import RequestsViewed, ViewRequests
 from shared.contracts.admin import ClusterView, ViewCluster
 from shared.contracts.traces import RequestTrace
 from shared.errors import Unavailable, Unreachable
-from shared.messaging.mesh import decode_reply
+from shared.messaging.replies import decode_reply
 
 LISTED_REQUESTS = 200
 _MAX_READ = 200

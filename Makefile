@@ -46,12 +46,20 @@ test: $(STAMP) ## Run the whole test suite
 test-cpu: $(STAMP) ## Run the tests of TESTS, and rank folders, modules and tests by CPU time (needs root)
 	@$(BIN)/pytest -p tests.support.cpu_by_test $(TESTS)
 
+# Modules whose tests have smaller sizes in `make test` (tests/support/sizes.py), and that no other line of `test-long` names.
+RESIZED := $(addprefix tests/chaos/test_,full.py kills.py moving.py moving_faults.py replicas.py servers.py) \
+	$(addprefix tests/e2e/test_,chosen_stages.py consolidation.py late_binding.py moving_between_groups.py peer_copy.py shared.py) \
+	$(addprefix tests/integration/engine/test_kv_,groups.py group_process.py process.py to_groups.py to_group_process.py transfer.py) \
+	$(addprefix tests/unit/scheduler/placement/test_,key_shares.py many_devices.py)
+
+test-long: export THAW_TEST_FULL_SIZES = 1
 test-long: $(STAMP) ## Run the tests that repeat many times: 1,000 moves, 200 swaps, 20 leaders killed (hours)
 	@THAW_TEST_MIGRATIONS=1000 $(BIN)/pytest tests/e2e/test_migration.py
 	@THAW_TEST_STORM_S=60 THAW_TEST_STORM_STREAMS=30 $(BIN)/pytest tests/chaos/test_failover.py
 	@THAW_TEST_CHAOS_KILLS=40 $(BIN)/pytest tests/chaos/test_campaign.py
 	@THAW_TEST_EXECUTOR_KILLS=200 $(BIN)/pytest tests/chaos/test_executor_kills.py
 	@THAW_TEST_SWAPS=200 THAW_TEST_MIGRATIONS=200 THAW_TEST_CHANGES=100 $(BIN)/pytest $(REAL)/test_suspend.py $(REAL)/test_moving.py $(REAL)/test_plugin.py
+	@$(BIN)/pytest $(RESIZED)
 	@THAW_TEST_FULL_BODIES=1 $(BIN)/pytest tests/integration/gateway/test_large_bodies.py tests/integration/gateway/test_large_translated.py
 	@$(BIN)/pytest -m long tests
 	@THAW_TEST_RANDOM=1 THAW_TEST_EXAMPLES=100 $(BIN)/pytest -n $(WORKERS) -m hypothesis tests/unit tests/contract

@@ -14,9 +14,10 @@ from bench.chaos.bed import Bed
 from bench.chaos.campaign import say
 from bench.chaos.faults import plan
 from tests.support.paced_zygote import slowed_by
+from tests.support.sizes import size
 
 SEED, CLIENTS = 31, 4
-LONG, STEP_S = (16, 50, 160), 0.01
+LONG, STEP_S = size(((16, 50, 160), 0.01), ((16, 100, 400), 0.0))
 """Tokens of a response, and the wait of each step: they last as long as those of the benchmark, of
 up to 400 tokens, and cost a part of its CPU time.
 """

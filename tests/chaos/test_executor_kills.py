@@ -25,6 +25,7 @@ from tests.support.launcher import until
 from tests.support.mesh import LOADER, MODELS, NODEAGENT, Victim
 from tests.support.outcomes import Asked
 from tests.support.paced_zygote import slowed_by
+from tests.support.sizes import size
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
@@ -32,7 +33,7 @@ KILLS = int(os.environ.get("THAW_TEST_EXECUTOR_KILLS", "0"))
 """Kills at random times. `make test-long` sets 200."""
 SEED = int(os.environ.get("THAW_TEST_SEED", "18"))
 CLIENTS = 4
-TOKENS, STEP_S = 20, 0.02
+TOKENS, STEP_S = size((20, 0.02), (60, 0.0))
 PHASES = ("attach", "swap", "compute")
 PROCESSES = ("executor", NODEAGENT, LOADER)
 FEW = [("executor", "attach"), ("executor", "swap"), ("executor", "compute"), (NODEAGENT, "attach"), (LOADER, "swap")]

@@ -16,10 +16,11 @@ import pytest
 from tests.support.mesh import Victim, kill
 from tests.support.outcomes import Asked, ask
 from tests.support.paced_zygote import slowed_by
+from tests.support.sizes import size
 
 STREAMS = int(os.environ.get("THAW_TEST_STORM_STREAMS", "20"))
 """More than the model's `max_concurrency` of 16."""
-TOKENS, STEP_S = 100, 0.06
+TOKENS, STEP_S = size((100, 0.06), (300, 0.02))
 """A stream takes at least six seconds, and hardly any CPU time: it outlives a kill or two."""
 FOR_S, EVERY_S = float(os.environ.get("THAW_TEST_STORM_S", "6")), 2.0
 """`make test-long` kills engines for a minute, under 30 streams."""

@@ -15,12 +15,13 @@ import pytest
 from tests.support.launcher import until
 from tests.support.mesh import LOADER, Victim
 from tests.support.outcomes import Asked, ask
+from tests.support.sizes import size
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems")]
 _HOME_SIZE = "256m"
 _NODES_SIZE = "4m"
 _WEIGHTS = 880_640
-_TOKENS = 120
+_TOKENS = size(120, 900)
 _OWN_SHM = f'mount -t tmpfs -o size={_WEIGHTS * 3 // 2} tmpfs /dev/shm && exec "$@"'
 
 

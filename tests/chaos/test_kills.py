@@ -15,9 +15,10 @@ from tests.support.launcher import until
 from tests.support.mesh import LOADER, NODEAGENT, Victim, held, kill
 from tests.support.outcomes import Asked, ask
 from tests.support.paced_zygote import Pace
+from tests.support.sizes import size
 
 SUPERVISED = ("gateway", "scheduler", NODEAGENT, LOADER)
-TOKENS, STEP_S = 100, 0.2
+TOKENS, STEP_S = size((100, 0.2), (200, 0.1))
 """Of a stream, which takes 20 s while the engine is slowed down: it outlives what is killed."""
 
 

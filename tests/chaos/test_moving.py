@@ -19,8 +19,9 @@ from tests.support.mesh import kill
 from tests.support.moving import Roomy, Stream, body
 from tests.support.moving_steps import Staged, Step
 from tests.support.paced_zygote import slowed_by
+from tests.support.sizes import size
 
-TOKENS, STEP_S = 75, 0.05
+TOKENS, STEP_S = size((75, 0.05), (150, 0.025))
 """Tokens of a stream that is still running when every process is stopped at the wanted step."""
 BODIES: list[dict[str, Any]] = [
     body("one", max_tokens=TOKENS, ignore_eos=True),

@@ -19,9 +19,10 @@ from tests.support.mesh import held, kill
 from tests.support.moving import Roomy, Stream, body
 from tests.support.moving_steps import Order, Staged, stopped
 from tests.support.paced_zygote import slowed_by
+from tests.support.sizes import size
 
 NODES = ("node-0", "node-1", "node-2")
-TOKENS, STEP_S = 100, 0.05
+TOKENS, STEP_S = size((100, 0.05), (200, 0.025))
 """Tokens of a stream that is still running when every process is stopped at the wanted step."""
 LONG = body("one", seed=3, max_tokens=TOKENS, ignore_eos=True)
 GREEDY = body("one", max_tokens=TOKENS, ignore_eos=True)

@@ -25,12 +25,13 @@ from tests.support.mesh import Victim
 from tests.support.outcomes import QUESTION, ask
 from tests.support.paced_zygote import slowed_by
 from tests.support.servers import NatsCluster, PostgresServer, StandbyServer
+from tests.support.sizes import size
 
 log = logging.getLogger(__name__)
 RESUMED_WITHIN_S = 60.0
 TRIED_EVERY_S = 0.1
 WRITTEN_EVERY_S = 0.5
-STEP_S = 0.06
+TOKENS, STEP_S = size((70, 0.06), (200, 0.02))
 """The engines wait so long before each step: streams last, and hardly cost CPU time."""
 
 
@@ -204,7 +205,7 @@ class Load(threading.Thread):
         while not self._over.is_set():
             try:
                 stream = self._client.chat.completions.create(
-                    model="one", messages=[{"role": "user", "content": QUESTION}], max_tokens=70, temperature=0, stream=True
+                    model="one", messages=[{"role": "user", "content": QUESTION}], max_tokens=TOKENS, temperature=0, stream=True
                 )
                 chunks = list(stream)
             except openai.APIError as e:

@@ -13,10 +13,11 @@ from tests.support.launcher import until
 from tests.support.mesh import LOADER, NODEAGENT, Victim, held
 from tests.support.outcomes import Asked, ask
 from tests.support.paced_zygote import Pace
+from tests.support.sizes import size
 
 SERVERS = ("nats", "postgres")
 SERVICES = ("gateway", "scheduler", NODEAGENT, LOADER)
-TOKENS, STEP_S = 100, 0.045
+TOKENS, STEP_S = size((100, 0.045), (300, 0.015))
 """A stream takes at least 4.5 s while its engine is slowed down: it outlives a server by far."""
 
 

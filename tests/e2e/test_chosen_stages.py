@@ -15,9 +15,10 @@ from tests.e2e.paced_nodes import NODES, paced_nodes, paced_server, predicted_ms
 from tests.integration.loader.tiers_server import TierServer
 from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream, body
+from tests.support.sizes import size
 from thaw.demo.models import Shape
 
-LONG: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": size(60, 200), "ignore_eos": True}
 OPTIONS: dict[str, Any] = {"max_concurrency": 4, "keep_alive": -1}
 SHAPE = Shape(1024, 128, 512, 8, 4, 2, 1024, "float32", 0.0)
 PIECE_DELAY_S = 0.06

@@ -21,11 +21,12 @@ from tests.support.launcher import until
 from tests.support.mesh import held
 from tests.support.moving import Roomy, Stream, body
 from tests.support.paced_zygote import Pace
+from tests.support.sizes import size
 from thaw.demo.models import Shape
 
 CONTEXT = 4_096
 STEP_S = 0.4
-LONG: dict[str, Any] = {"max_tokens": 125, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": size(125, 250), "ignore_eos": True}
 """Nearly a minute at the slow pace: longer than the start of a group, of its successor, and the
 migration, also on a busy machine. Few tokens cost little CPU time.
 """
@@ -168,7 +169,7 @@ def test_under_load_every_stage_becomes_a_whole_instance_and_no_request_restarts
     mesh: Roomy, server: TierServer, pace: Pace
 ) -> None:
     asked: list[dict[str, Any]] = [
-        {"prompt": f"Once upon a time {n}", "max_tokens": 75, "ignore_eos": True} for n in range(STREAMS)
+        {"prompt": f"Once upon a time {n}", "max_tokens": size(75, 150), "ignore_eos": True} for n in range(STREAMS)
     ]
     undisturbed = [Stream(mesh.url, body("single", **one)).start() for one in asked]
     for stream in undisturbed:

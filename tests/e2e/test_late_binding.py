@@ -13,6 +13,7 @@ import pytest
 from tests.support.launcher import Thaw, running, until
 from tests.support.moving import Stream, body
 from tests.support.paced_zygote import Pace
+from tests.support.sizes import size
 from thaw.demo.models import make_demo_model
 
 NAMES = tuple("abcdef")
@@ -61,7 +62,7 @@ def test_a_burst_of_models_is_spread_and_a_busy_device_is_left_alone(mesh: Thaw,
     assert len({device_of(mesh, name) for name in "abc"}) > 1, "they were not all bound to one device"
     assert_booked_once(mesh)
     with pace.slowed():
-        long = Stream(mesh.url, body("a", max_tokens=300, ignore_eos=True)).start()
+        long = Stream(mesh.url, body("a", max_tokens=size(300, 900), ignore_eos=True)).start()
         assert long.opened.wait(60)
         expected["d"] = text(mesh, "d")
         assert not long.done

@@ -21,12 +21,12 @@ from tests.support.mesh import kill
 from tests.support.moving import ChatStream, Roomy, Stream, body
 from tests.support.otlp import OtlpReceiver
 from tests.support.paced_zygote import Pace
+from tests.support.sizes import size
 
 MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "8"))
 """`make test-long` sets a thousand."""
 STREAMS = 6
-TOKENS = 150
-STEP_S = 0.06
+TOKENS, STEP_S = size((150, 0.06), (300, 0.03))
 """Streams of some ten seconds, while they migrate."""
 
 
@@ -68,13 +68,13 @@ BODIES: list[dict[str, Any]] = [
     body("one", seed=8, max_tokens=TOKENS, n=2),
     body("one", seed=9, max_tokens=TOKENS, frequency_penalty=0.5, presence_penalty=0.2),
     body("one", seed=10, max_tokens=TOKENS, prompt="né 日本 café"),
-    body("one", seed=11, max_tokens=TOKENS - 50),
+    body("one", seed=11, max_tokens=TOKENS * 2 // 3),
 ]
 CITIES: dict[str, Any] = {"type": "array", "items": {"enum": ["Bern", "Rome", "Oslo"]}, "minItems": 20, "maxItems": 20}
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"cities": CITIES}, "required": ["cities"], "additionalProperties": False}
 FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "travel", "parameters": SCHEMA}}
-LONG = body("one", max_tokens=250, ignore_eos=True)
+LONG = body("one", max_tokens=size(250, 500), ignore_eos=True)
 """A single stream that is still running when the migrator gets its order, on a busy machine too:
 engines are slow until then.
 """

@@ -21,10 +21,11 @@ from tests.e2e.paced_nodes import instances
 from tests.support.launcher import running, until
 from tests.support.moving import STAGED_OPTIONS, Roomy, Stream, body, stage_budgets
 from tests.support.paced_zygote import Pace
+from tests.support.sizes import size
 from thaw.demo.models import make_demo_model
 
 NODES = ("node-0", "node-1", "node-2", "node-3")
-LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": size(200, 400), "ignore_eos": True}
 GENERATED = 40
 """Tokens whose keys and values the source has at least when the request moves."""
 STEP_S = 0.2

@@ -14,11 +14,12 @@ import pytest
 from tests.support.launcher import Thaw, running, until
 from tests.support.moving import Stream, body
 from tests.support.paced_zygote import Pace
+from tests.support.sizes import size
 from thaw.demo.models import Shape, make_demo_model
 
 SHAPE = Shape(4096, 256, 1024, 6, 4, 2, 1024, "float32", 0.0)
 """Weights of 28 MiB: units of 2 to 4 MiB."""
-LONG, STEP_S = {"max_tokens": 300, "ignore_eos": True}, 0.3
+LONG, STEP_S = {"max_tokens": size(300, 900), "ignore_eos": True}, 0.3
 """A stream that outlasts the start of an engine, as long as its steps are slow."""
 
 

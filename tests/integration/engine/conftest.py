@@ -6,7 +6,8 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,17 +44,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
-    """Load the family `llama` of `test_families` in both data types."""
-    with loaded_llama(tmp_path_factory.mktemp("llama"), demo_directory, request.param) as model:
-        yield model
+@pytest.fixture(scope="session")
+def llamas(tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[Callable[[str], LoadedModel]]:
+    """Load the family `llama` of `test_families` once in each data type."""
+    with contextlib.ExitStack() as models:
+
+        @cache
+        def load(dtype: str) -> LoadedModel:
+            return models.enter_context(loaded_llama(tmp_path_factory.mktemp(dtype), demo_directory, dtype))
+
+        yield load
 
 
-@pytest.fixture(scope="module")
-def exact_llama(tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
-    with loaded_llama(tmp_path_factory.mktemp("llama32"), demo_directory, "float32") as model:
-        yield model
+@pytest.fixture(params=["float32", "bfloat16"])
+def llama(request: pytest.FixtureRequest, llamas: Callable[[str], LoadedModel]) -> LoadedModel:
+    return llamas(request.param)
+
+
+@pytest.fixture
+def exact_llama(llamas: Callable[[str], LoadedModel]) -> LoadedModel:
+    return llamas("float32")
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from shared.contracts.inference import FairShare
 from shared.contracts.kv_transfer import KvOffer
 from shared.errors import ThawError, UnsupportedParameter
 from tests.integration.engine.test_families import LoadedModel
-from tests.integration.engine.test_kv_transfer import BODIES, BODY, PROMPT, Pair, Round, check_rounds, rounds_of
+from tests.integration.engine.test_kv_transfer import BODIES, BODY, MOVED_AT, PROMPT, Pair, Round, check_rounds, rounds_of
 from tests.integration.engine.test_resume import flat, request
 from tests.support.kv_transfer import Fault, Proxy, faults_of_parts
 from tests.support.launcher import until
@@ -75,7 +75,7 @@ async def test_moved_request_has_all_keys_and_values_of_its_stages(pair: FromGro
     """Also those of the last tokens. In bfloat16 too nothing is computed: nothing is rounded."""
     whole = pair.whole(**BODIES[body])
     asked = await pair.begin(**BODIES[body])
-    for tokens in (20, 120):
+    for tokens in MOVED_AT:
         await pair.until_generated(asked, tokens)
         sequences = pair.sequences(asked)
         offer = await pair.offer(asked)
@@ -119,7 +119,7 @@ async def test_fault_of_one_stage_costs_only_tokens_that_lack_a_layer(
     monkeypatch.setattr(readers, "plan_pieces", partial(plan_pieces, piece_bytes=1))
     whole = exact.whole()
     asked = await exact.begin()
-    await exact.until_generated(asked, 150)
+    await exact.until_generated(asked, 50)
     sequences, offer = exact.sequences(asked), await exact.offer(asked)
     first = BLOCK_TOKENS * offer.parts[part].layout.token_bytes
     proxy = Proxy(offer.parts[part].port, Fault(fault, first + 2_000))  # in the second block of this stage

@@ -25,8 +25,9 @@ from tests.support.engines import Engines, ZygoteClient
 from tests.support.kv_transfer import Fault, Proxy
 from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
+from tests.support.sizes import size
 
-LONG: dict[str, Any] = SLOW | {"max_tokens": 80, "temperature": 1.0}
+LONG: dict[str, Any] = SLOW | {"max_tokens": size(80, 200), "temperature": 1.0}
 """A request that lasts until it is resumed: the engine is slow until then."""
 BODY = LONG | {"n": 2}
 STEP_S, LATER_STEP_S = 0.05, 0.2

@@ -23,7 +23,7 @@ from shared.contracts.inference import FairShare
 from shared.contracts.kv_transfer import KvOffer
 from shared.errors import ThawError
 from tests.integration.engine.test_families import LoadedModel
-from tests.integration.engine.test_kv_transfer import BODIES, BODY, PROMPT, Pair, Round, check_rounds, rounds_of
+from tests.integration.engine.test_kv_transfer import BODIES, BODY, MOVED_AT, PROMPT, Pair, Round, check_rounds, rounds_of
 from tests.integration.engine.test_resume import flat, request
 from tests.support.kv_transfer import Fault, Proxy, faults_of_parts
 from tests.support.launcher import until
@@ -93,7 +93,7 @@ async def test_group_receives_all_keys_and_values(pair: ToGroup, body: str) -> N
     """Also those of the last tokens. In bfloat16 too nothing is computed: nothing is rounded."""
     whole = pair.whole(**BODIES[body])
     asked = await pair.begin(**BODIES[body])
-    for tokens in (20, 120):
+    for tokens in MOVED_AT:
         await pair.until_generated(asked, tokens)
         sequences = pair.sequences(asked)
         offer = await pair.offer(asked)
@@ -135,7 +135,7 @@ async def test_fault_at_one_stage_costs_only_tokens_that_lack_a_layer(
     monkeypatch.setattr(readers, "plan_pieces", partial(plan_pieces, piece_bytes=1))
     whole = same.whole()
     asked = await same.begin()
-    await same.until_generated(asked, 150)
+    await same.until_generated(asked, 50)
     sequences, offer = same.sequences(asked), await same.offer(asked)
     first = BLOCK_TOKENS * offer.parts[part].layout.token_bytes
     proxy = Proxy(offer.parts[part].port, Fault(fault, first + 2_000))  # in the second block of this stage
@@ -154,7 +154,7 @@ async def test_fault_at_one_stage_costs_only_tokens_that_lack_a_layer(
 async def test_fault_of_all_connections_to_one_engine(exact: ToGroup, fault: Any, reason: str) -> None:
     whole = exact.whole()
     asked = await exact.begin()
-    await exact.until_generated(asked, 100)
+    await exact.until_generated(asked, 50)
     sequences, offer = exact.sequences(asked), await exact.offer(asked)
     proxy = Proxy(offer.port, Fault(fault, 6_000))
     try:
@@ -218,7 +218,7 @@ async def test_group_with_a_stage_of_the_previous_version_computes(exact_llama: 
 async def test_dropped_sequences_are_dropped_in_all_stages(same: ToGroup) -> None:
     """While they are received: no stage stores anything afterwards, or keeps a connection."""
     asked = await same.begin()
-    await same.until_generated(asked, 100)
+    await same.until_generated(asked, 50)
     offer = await same.offer(asked)
     proxies = [Proxy(part.port, Fault("stall", 3_000)) for part in offer.parts]
     for index, proxy in enumerate(proxies):

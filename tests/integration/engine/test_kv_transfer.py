@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.engine.generation.events import Event
 from services.engine.generation.kv_transfers import KvTransfers
 from services.engine.generation.request import GenerationRequest
 from services.engine.generation.runner import Runner
@@ -29,14 +30,57 @@ from tests.integration.engine.test_families import LoadedModel, save
 from tests.integration.engine.test_resume import Deltas, RecordedBatcher, cut, flat, request
 from tests.support.kv_transfer import Fault, Proxy, Side
 from tests.support.launcher import until
+from tests.support.sizes import size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOKENS = 300
+TOKENS = size(120, 280)
 BODY: dict[str, Any] = {"max_tokens": TOKENS}
-PROMPT = [5 + i % 900 for i in range(150)]
+PROMPT = [5 + i % 900 for i in range(220)]
+MOVED_AT = size((20, 60), (20, 120))
+"""Tokens generated when keys and values are sent: those of a whole block more the second time."""
 _WHOLE: WeakKeyDictionary[LoadedModel, dict[str, Deltas]] = WeakKeyDictionary()
 """Undisturbed responses of each model, by what their request changes in `BODY`."""
+
+
+class HeldBatcher(RecordedBatcher):
+    """A batcher that generates as many tokens as a test wants, and then one more for each command.
+
+    Without it a response would need tokens for as long as a test takes on a busy machine.
+    """
+
+    def __init__(self, loaded: LoadedModel, runner: Runner | None = None) -> None:
+        self._wanted = 0
+        super().__init__(loaded, runner)
+        self.batcher.on_command = self._on_command
+
+    def hold_at(self, tokens: int) -> None:
+        """Generate `tokens` of each choice, unless more are wanted already."""
+        with self.grew:
+            self._wanted = max(self._wanted, tokens)
+            self.grew.notify_all()
+
+    def release(self) -> None:
+        """Generate all tokens."""
+        self.hold_at(TOKENS)
+
+    def _on_command(self) -> None:
+        with self.grew:
+            self.grew.notify_all()
+        self.loop.wake()
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        super()._deliver(events)
+        with self.grew:
+            assert self.grew.wait_for(lambda: self._is_short() or self.batcher.has_commands(), 60)
+
+    def _is_short(self) -> bool:
+        running = [deltas for name, deltas in self.deltas.items() if name not in self.over]
+        return not running or min(len(d) for deltas in running for d in deltas.values()) < self._wanted
+
+    def close(self) -> None:
+        self.release()
+        super().close()
 
 
 class Pair:
@@ -51,7 +95,7 @@ class Pair:
             runners: Of the engines; None: the model's.
         """
         self.loaded = loaded
-        self.recorded = RecordedBatcher(loaded, runners[0]), RecordedBatcher(loaded, runners[1])
+        self.recorded = HeldBatcher(loaded, runners[0]), RecordedBatcher(loaded, runners[1])
         self.source, self.to = (Side(r.batcher, v) for r, v in zip(self.recorded, ("test", revision), strict=True))
         self._count = 0
 
@@ -87,6 +131,7 @@ class Pair:
         def is_reached() -> bool:
             return min(map(len, self.sequences(asked))) >= len(PROMPT) + tokens or asked.request_id in first.over
 
+        first.hold_at(tokens)
         await asyncio.to_thread(first.until, is_reached)
 
     async def offer(self, asked: GenerationRequest) -> KvOffer:
@@ -95,6 +140,7 @@ class Pair:
     async def finish(self, asked: GenerationRequest, **body: Any) -> Deltas:
         """Hand the request over, and return its whole response."""
         first = self.recorded[0]
+        first.release()
         retain_s = self.source.exchange.source.retain_s(asked.request_id)
         first.batcher.yield_(asked.request_id, retain_s)
         await asyncio.to_thread(first.until, lambda: asked.request_id in first.over)
@@ -135,7 +181,7 @@ async def test_moved_request_continues_token_for_token_without_computing_anythin
     """In bfloat16 too: every key and value is the source's, so nothing is rounded otherwise."""
     whole = pair.whole(**BODIES[body])
     asked = await pair.begin(**BODIES[body])
-    for tokens in (20, 120):
+    for tokens in MOVED_AT:
         await pair.until_generated(asked, tokens)
         sequences = pair.sequences(asked)
         outcome, received = await pair.to.receive(asked.request_id, sequences, await pair.offer(asked))
@@ -178,6 +224,7 @@ async def check_rounds(pair: Pair, rounds: list[Round], body: str, offer_of: Off
     try:
         asked_for = {**BODIES[body], "max_tokens": 110}
         whole = pair.whole(**asked_for)
+        pair.recorded[0].release()  # the source computes while it sends
         asked, generated = await pair.begin(**asked_for), 0
         for each in rounds:
             generated += each.tokens
@@ -202,26 +249,18 @@ async def check_rounds(pair: Pair, rounds: list[Round], body: str, offer_of: Off
 @given(rounds_of(1, 200_000), st.sampled_from(sorted(BODIES)), st.booleans())
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sequence_of_rounds_gives_the_undisturbed_tokens(
-    loaded_float32: LoadedModel, rounds: list[Round], body: str, is_preempted: bool
+    exact_llama: LoadedModel, rounds: list[Round], body: str, is_preempted: bool
 ) -> None:
     async def run() -> None:
-        pair = Pair(loaded_float32)
+        pair = Pair(exact_llama)
         await check_rounds(pair, rounds, body, pair.offer, is_preempted=is_preempted)
 
     asyncio.run(run())
 
 
-@pytest.fixture(scope="module")
-def loaded_float32(tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[LoadedModel]:
-    directory = save("llama", tmp_path_factory.mktemp("kv32") / "m", demo_directory, torch.float32)
-    model = LoadedModel(directory, "float32")
-    yield model
-    model.close()
-
-
 @pytest.fixture
-async def exact(loaded_float32: LoadedModel) -> AsyncIterator[Pair]:
-    made = Pair(loaded_float32)
+async def exact(exact_llama: LoadedModel) -> AsyncIterator[Pair]:
+    made = Pair(exact_llama)
     yield made
     await made.close()
 
@@ -238,7 +277,7 @@ async def exact(loaded_float32: LoadedModel) -> AsyncIterator[Pair]:
 async def test_fault_of_the_connection_costs_only_what_was_not_received(exact: Pair, fault: Fault, reason: str) -> None:
     whole = exact.whole()
     asked = await exact.begin()
-    await exact.until_generated(asked, 100)
+    await exact.until_generated(asked, 50)
     offer = await exact.offer(asked)
     proxy = Proxy(offer.port, fault)
     try:
@@ -284,8 +323,8 @@ async def test_keys_and_values_of_another_layout_are_not_used(exact: Pair) -> No
     assert outcome.received == 0
 
 
-async def test_keys_and_values_of_another_model_or_other_tokens_are_not_used(loaded_float32: LoadedModel) -> None:
-    pair = Pair(loaded_float32, revision="another revision")
+async def test_keys_and_values_of_another_model_or_other_tokens_are_not_used(exact_llama: LoadedModel) -> None:
+    pair = Pair(exact_llama, revision="another revision")
     try:
         asked = await pair.begin()
         await pair.until_generated(asked, 5)

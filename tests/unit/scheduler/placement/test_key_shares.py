@@ -19,6 +19,7 @@ from services.scheduler.domain.state.volatile import KeyShare, share_key
 from shared.contracts.demand import Demand, KeyDemand
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
+from tests.support.sizes import size
 from tests.unit.scheduler.world import World
 
 ONE = 400 * MIB
@@ -260,9 +261,10 @@ def compete(w: World, keys: dict[str, KeyDemand], seconds: float, ends_after: fl
 def test_keys_whose_models_always_serve_take_turns_by_weight(weight: float) -> None:
     """Without shares each turn lasts until the other has waited `preempt_after_s`."""
     w = world("a", "b", preempt_after_s=10_000.0, starve_after_s=10_000.0)
-    served, longest = compete(w, {"a": key("a", weight=weight), "b": key("b")}, 160.0, ends_after=0.5)
+    lasts_s = size(160.0, 320.0)
+    served, longest = compete(w, {"a": key("a", weight=weight), "b": key("b")}, lasts_s, ends_after=0.5)
     assert served["a"] / served["b"] == pytest.approx(weight, rel=0.2)
-    assert longest < 160.0 / 4, "several turns each"
+    assert longest < lasts_s / 4, "several turns each"
 
 
 @pytest.mark.parametrize("wakes", [False, True])

@@ -11,9 +11,12 @@ from services.scheduler.domain.state.overlay import Overlay
 from shared.contracts.loader import LoaderStatus, SegmentStatus
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
+from tests.support.sizes import size
 from tests.unit.scheduler.world import World
 
-MANY = 20
+MANY = size(20, 48)
+LATE = f"n{MANY - 4}", f"n{MANY - 3}"
+"""Nodes near the end of the order."""
 ONE = 400 * MIB
 """Room for one model of 324 MiB."""
 
@@ -49,11 +52,11 @@ def test_the_soonest_of_many_is_found() -> None:
     w = many()
     w.model("a")
     w.model("b")
-    loader(w, "n16", speed=9e9)
-    loader(w, "n17", revision="rev-/m/b")
+    loader(w, LATE[0], speed=9e9)
+    loader(w, LATE[1], revision="rev-/m/b")
     w.demand("a")
     w.demand("b")
-    assert [s.node for s in w.starts("a") + w.starts("b")] == ["n16", "n17"]
+    assert [s.node for s in w.starts("a") + w.starts("b")] == [*LATE]
     plan = w.state.last_plan_of("a")
     assert plan is not None
     assert len(plan.candidates) == FITTING
@@ -62,7 +65,7 @@ def test_the_soonest_of_many_is_found() -> None:
 def test_cached_weights_of_another_revision_are_ignored() -> None:
     w = many()
     w.model("a")
-    loader(w, "n16", revision="rev-/m/a of yesterday")
+    loader(w, LATE[0], revision="rev-/m/a of yesterday")
     w.demand("a")
     assert w.starts("a")[0].node == "n00"
 

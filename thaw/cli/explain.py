@@ -186,10 +186,11 @@ def _phases(ms: dict[str, float]) -> str:
 def _way(candidate: Candidate) -> str:
     """`load`, `reuse` (only missing bytes are copied) or `peer copy`; `evict then` precedes it.
 
-    A group of stages on several nodes is `pipeline of` their number.
+    A group of stages on several nodes is `pipeline of` their number, with that of its full workers.
     """
     if candidate.ready_by == "pipeline":
-        return f"pipeline of {candidate.stages}"
+        full = f", {candidate.full_workers} full" if candidate.stages > 1 and candidate.full_workers else ""
+        return f"pipeline of {candidate.stages}{full}"
     way = candidate.way.replace("_", " ")
     return way.replace("load", candidate.ready_by.replace("_", " ")) if candidate.ready_by in ("reuse", "peer_copy") else way
 

@@ -35,6 +35,7 @@ from services.scheduler.domain.events import (
 from services.scheduler.domain.lifecycle.deliveries import mark_answered
 from services.scheduler.domain.lifecycle.failures import on_resume_refused, on_start_failed, on_start_refused
 from services.scheduler.domain.lifecycle.fetches import apply_fetch_status, end_fetches
+from services.scheduler.domain.lifecycle.full_workers import restore_full_workers, settle_full_workers
 from services.scheduler.domain.lifecycle.groups import on_stage_refused, settle_groups
 from services.scheduler.domain.lifecycle.node_status import apply_node_status, expire_silent_nodes, stop_stalled_starts
 from services.scheduler.domain.lifecycle.transitions import release_weights
@@ -90,6 +91,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
         case Recovered():
             for node in tx.state.nodes.values():
                 tx.put(Presence(node.name, now))
+            restore_full_workers(tx)
         case Tick():
             expire_demand(tx)
             charge_use(tx)
@@ -139,6 +141,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
     recovering = now - state.recovered_at <= policy.recovery_window_s
     reconcile(tx, everything=recovering or isinstance(event, Recovered | Tick), only_due=not recovering and isinstance(event, Tick))
     settle_groups(tx)
+    settle_full_workers(tx)
     end_fetches(tx)
     for each in (event,) if isinstance(event, DemandReceived) else event.demands if isinstance(event, DemandBatch) else ():
         reply_to_demand(tx, each)

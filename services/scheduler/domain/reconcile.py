@@ -23,6 +23,7 @@ from typing import NamedTuple
 from services.scheduler.domain.affected import ChangedScope, FullScope
 from services.scheduler.domain.demand.replica_targets import ScaleUp, next_scale_up
 from services.scheduler.domain.effects import ReplyTo
+from services.scheduler.domain.lifecycle.full_workers import end_unfillable_promises
 from services.scheduler.domain.lifecycle.scale_down import scale_down
 from services.scheduler.domain.lifecycle.scale_up import scale_up
 from services.scheduler.domain.lifecycle.transitions import reply_awake, send_start, stop_instance
@@ -101,6 +102,7 @@ def start_claims(tx: Transaction, devices: list[tuple[str, str]]) -> None:
         if not _is_open(tx, node):
             continue
         if booking_of(tx.state, node, device).free_soon_bytes < 0:
+            end_unfillable_promises(tx, node, device)
             _cancel_unfillable_claims(tx, node, device)
         for i in claims_on(tx.state, node, device):
             if len(tx.state.stages_behind(i.instance_id)) < i.stages - 1:

@@ -1,35 +1,58 @@
 """Invariants of groups on several nodes over random events.
 
 No memory is promised twice; the stages of a group start together or not at all; no claim waits for
-another one for ever.
+another one for ever; no promise of a full worker is left behind by its group.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.effects import PublishLoadFailed, SendStart
-from services.scheduler.domain.events import Recovered
+from services.scheduler.domain.estimates.token_times import TOKEN
+from services.scheduler.domain.events import AddModelsRequested, Recovered
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity
+from services.scheduler.domain.state.volatile import ANYWHERE, Estimate
+from shared.contracts.base import ErrorBody
+from shared.contracts.loader import LinkStatus
+from shared.contracts.model_info import LayerSizes
+from shared.contracts.models import ModelSpec, Slo
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
 from tests.support.examples import examples
-from tests.support.fake_node import MIB
+from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.lifecycle.test_group_claims import add_group
 from tests.unit.scheduler.world import Running, World
 
 READY, LOADING, DRAINING = InstanceState.READY, InstanceState.LOADING, InstanceState.DRAINING
 GROUPS = {"g2": 2, "h2": 2, "g3": 3}
-NAMES = (*GROUPS, "a", "b", "c")
+FAR = "far"
+"""A model that the scheduler divides, and whose groups need full workers."""
+NAMES = (*GROUPS, FAR, "a", "b", "c")
 NODES = ("n1", "n2", "n3")
 name = st.sampled_from(NAMES)
 node = st.sampled_from(NODES)
+
+
+def add_far_model(w: World, name: str, **options: Any) -> None:
+    """Register a remote model whose objectives need a group with full workers."""
+    spec = ModelSpec(name=name, source=f"http://far/{name}", max_concurrency=1, slo=Slo(ttft=6.0, tpot=0.1), **options)
+    layers = LayerSizes(count=12, embedding_bytes=MIB, layer_bytes=13 * MIB, head_bytes=MIB)
+    info = model_info(spec.source, 158 * MIB).model_copy(update={"layers": layers, "model_type": "llama"})
+    answer = w.admin(AddModelsRequested(w.now, f"add-{name}", (spec,), {name: info}, False))
+    assert not isinstance(answer, ErrorBody), answer
+    for n in NODES:
+        w.loader(n, (), bytes_per_second=1e9, links=(LinkStatus(link="remote:far", bytes_per_second=20 * MIB),))
+    apply(w.state, [Put(Estimate(name, ANYWHERE, {TOKEN: Parameter(55.0, 0.0, 5)}))])
 
 
 class Groups(RuleBasedStateMachine):
@@ -43,12 +66,14 @@ class Groups(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.w.node("n1", 700 * MIB)
-        self.w.node("n2", 700 * MIB)
+        self.w.node("n1", 800 * MIB)
+        self.w.node("n2", 800 * MIB)
         self.w.node("n3", 400 * MIB)
         for n in NAMES:
             if n in GROUPS:
                 add_group(self.w, n, GROUPS[n], keep_alive=20)
+            elif n == FAR:
+                add_far_model(self.w, n, keep_alive=20)
             else:
                 self.w.model(n, keep_alive=20)
 
@@ -130,6 +155,7 @@ class Groups(RuleBasedStateMachine):
         old = self.w.state
         state = ClusterState(epoch=old.epoch + 1, recovered_at=self.w.now, keep_alive_rule=old.keep_alive_rule)
         kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
+        kept += [*old.estimates.values(), *old.loaders.values()]
         apply(state, [Put(e) for e in kept])
         self.w.state = state
         self.w.send(Recovered(self.w.now))
@@ -154,6 +180,20 @@ class Groups(RuleBasedStateMachine):
             assert sent <= b.held_bytes <= b.budget_bytes
 
     @invariant()
+    def promises_of_full_workers_belong_to_groups(self) -> None:
+        state = self.w.state
+        for f in state.full_workers.values():
+            group = state.instances.get(f.group)
+            assert group is not None
+            assert (group.model, group.leaving) == (f.model, "no")
+            assert f.device in state.devices_of(group)
+            assert not [i for i in state.on_device(f.node, f.device_id) if i.model == f.model and i.stages == 1]
+        for b in state.bookings.values():
+            there = [f.reserve_bytes for f in state.full_workers.values() if f.device == b.key]
+            assert b.promised_bytes == sum(there) <= b.claimed_bytes
+            assert b.held_bytes - b.leaving_bytes + b.promised_bytes <= b.budget_bytes
+
+    @invariant()
     def stages_are_promised_and_started_together(self) -> None:
         state = self.w.state
         for i in state.instances.values():
@@ -172,11 +212,20 @@ class Groups(RuleBasedStateMachine):
     def indexes_are_what_the_tables_say(self) -> None:
         kept = self.w.state
         rebuilt = ClusterState(epoch=kept.epoch, keep_alive_rule=kept.keep_alive_rule)
-        tables = (kept.models, kept.nodes, kept.presence, kept.reports, kept.loaders, kept.later_stages, kept.instances)
+        tables = (
+            kept.models,
+            kept.nodes,
+            kept.presence,
+            kept.reports,
+            kept.loaders,
+            kept.later_stages,
+            kept.instances,
+            kept.full_workers,
+        )
         apply(rebuilt, [Put(e) for table in tables for e in table.values()])
         assert rebuilt.bookings == kept.bookings
         assert rebuilt.claimed == kept.claimed
-        for index in ("stages_on", "stages_of"):
+        for index in ("stages_on", "stages_of", "promised_on"):
             had, have = getattr(rebuilt, index), getattr(kept, index)
             assert {k: set(v) for k, v in had.items()} == {k: set(v) for k, v in have.items()}, index
 

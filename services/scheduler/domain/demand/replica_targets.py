@@ -82,6 +82,20 @@ def list_lasting(tx: Transaction, model: Model, running: list[Instance]) -> list
     return [i for i in running if i.stages == 1]
 
 
+def count_running(tx: Transaction, model: Model, running: list[Instance]) -> int:
+    """Return the requests that the model's instances have.
+
+    Gateways repeat their demand only while requests wait there. What a group serves then is known
+    from its reports, and decides how many instances it becomes.
+    """
+    demand = tx.state.demand.get(model.key)
+    sent = demand.in_flight if demand is not None else 0
+    if not any(i.stages > 1 for i in running):
+        return sent
+    loads = [r.status.load for i in running if (r := tx.state.reports.get(i.instance_id)) is not None]
+    return max(sent, sum(x.active + x.waiting for x in loads))
+
+
 def measure_demand(tx: Transaction, model: Model, running: list[Instance]) -> Demand:
     """Return the model's load as a policy sees it, and the capacity of one of its instances."""
     name = model.key
@@ -93,7 +107,7 @@ def measure_demand(tx: Transaction, model: Model, running: list[Instance]) -> De
     return Demand(
         model=name,
         waiting=demand.waiting if demand else 0,
-        running=demand.in_flight if demand else 0,
+        running=count_running(tx, model, running),
         live=len(running),
         capacity=max(1, capacity // len(running)),
         window_requests=demand.window if demand else 0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from services.scheduler.domain.demand.replica_targets import count_running
 from services.scheduler.domain.estimates.start_times import resumes_faster
 from services.scheduler.domain.lifecycle.park_attempts import TRIGGER, record_park_impossible
 from services.scheduler.domain.lifecycle.suspension import prefer_suspend
@@ -85,9 +86,10 @@ def _is_unwanted(tx: Transaction, i: Instance, model: Model) -> bool:
     takes_requests = report is not None and report.status.accepts_requests
     if takes_requests and (demand := tx.state.demand.get(model.key)) and demand.in_flight:
         return False
-    if i.trigger == "replicas" and (demand := tx.state.demand.get(model.key)) and demand.in_flight:
+    live = tx.state.live_instances(model)
+    if i.trigger == "replicas" and count_running(tx, model, live):
         return False
-    return len(tx.state.live_instances(model)) > model.min_replicas
+    return len(live) > model.min_replicas
 
 
 def _idle_too_long(tx: Transaction, i: Instance, model: Model, idle: float) -> bool:

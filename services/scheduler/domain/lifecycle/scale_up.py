@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.scheduler.domain.demand.key_shares import charge_start
 from services.scheduler.domain.demand.replica_targets import ScaleUp
 from services.scheduler.domain.lifecycle.failures import fail_demand
+from services.scheduler.domain.lifecycle.full_workers import place_before_promises
 from services.scheduler.domain.lifecycle.preemption import find_cause
 from services.scheduler.domain.lifecycle.transitions import start_instance
 from services.scheduler.domain.placement.place import Placement, place
@@ -65,7 +66,9 @@ def _place_replica(tx: Transaction, model: Model, needed: ScaleUp) -> Placement:
         alone = place(tx, model, waited, extra=needed.is_extra, min_replicas_only=kept, spread=True)
         if alone.chosen is not None:
             return alone
-    return place(tx, model, waited, extra=needed.is_extra, min_replicas_only=kept)
+    if needed.is_extra:
+        return place(tx, model, waited, extra=True)
+    return place_before_promises(tx, model.key, lambda view: place(view, model, waited, min_replicas_only=kept))
 
 
 def _note(tx: Transaction, needed: ScaleUp, placement: Placement) -> PlanRecord:

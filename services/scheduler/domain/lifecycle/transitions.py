@@ -18,6 +18,7 @@ from services.scheduler.domain.estimates.start_learning import stage_estimates, 
 from services.scheduler.domain.estimates.start_times import NODES_KEPT, resumes_faster
 from services.scheduler.domain.lifecycle.deliveries import mark_queued
 from services.scheduler.domain.lifecycle.fetches import record_fetch
+from services.scheduler.domain.lifecycle.full_workers import promise_full_workers, use_promise
 from services.scheduler.domain.lifecycle.preemption import cleared_ms, find_cause, mark_preempted, record_cleared
 from services.scheduler.domain.lifecycle.suspension import choose_suspensions, prefer_suspend, set_suspended
 from services.scheduler.domain.placement.grants import granted_devices
@@ -100,9 +101,11 @@ def start_instance(
     )
     tx.put(plan)
     tx.plans.append(plan)
+    use_promise(tx, instance)
     tx.put(instance)
     for index, device in enumerate(chosen.later_devices, start=1):
         tx.put(_later_stage(tx, instance, device, index, len(chosen.later_devices) + 1))
+    promise_full_workers(tx, instance, chosen)
     demand = tx.state.demand.get(model.key)
     tx.emit(LoadStarted(plan_id, instance.instance_id, model.key, chosen.node, since, demand.traceparents if demand else ()))
     if chosen.template is not None and (template := tx.state.instances.get(chosen.template)) is not None:

@@ -342,13 +342,24 @@ def _same_except_device(p: FeasiblePlacement, like: Candidate) -> Candidate:
     return create_unchecked(Candidate, {**like.__dict__, **there})
 
 
+def _explain_full_workers(best: FeasiblePlacement) -> str:
+    """Return why devices of a group are promised the memory of the whole model; empty: none is."""
+    full, stages = best.option.full_workers, best.option.stages
+    if not full:
+        return ""
+    which = (
+        "all are full workers" if full == stages else f"{full} of them {'is a full worker' if full == 1 else 'are full workers'}"
+    )
+    return f"; {which}, so that a further token takes at most {best.option.tpot_s * 1e3:.0f} ms"
+
+
 def _explain_choice(best: FeasiblePlacement) -> str:
     at, labels = f"{best.node}/{best.device_ids[0]}", ", ".join(best.labels)
     if best.later:
         gone = f", once these have left: {labels}" if labels else ""
         where = f"stages fetch their parts at the same time on {at}, {', '.join(best.later)}{gone}"
         if not best.is_wished:
-            return f"one worker would miss the objective: {len(best.later) + 1} {where}"
+            return f"one worker would miss the objective: {len(best.later) + 1} {where}{_explain_full_workers(best)}"
         return f"the {len(best.later) + 1} {where}: soonest"
     if best.resume is not None:
         gone = f" once these are evicted: {labels}" if labels else ""

@@ -98,6 +98,7 @@ def place_group(
     *,
     hops_s: float = 0.0,
     tpot_s: float = 0.0,
+    full_workers: int = 0,
     is_wished: bool = True,
 ) -> FeasiblePlacement:
     """Return the option of a group, whose start takes as long as its slowest node.
@@ -109,6 +110,7 @@ def place_group(
         need: Bytes of each stage.
         hops_s: Seconds of the first token between the stages.
         tpot_s: Seconds of each further token at worst; 0: unknown.
+        full_workers: The first ones of `places` that are promised the memory of the whole model.
         is_wished: The number of stages is the model's own setting.
     """
     cost = cost_with_clearing(slowest, clearance)
@@ -120,7 +122,7 @@ def place_group(
         clearance,
         source=slowest.source,
         stages=len(places),
-        full_workers=0,
+        full_workers=full_workers,
         tpot_s=tpot_s,
         sharing=0 if is_wished else sum(p.sharing for p in places),
     )

@@ -7,7 +7,8 @@ the memory of the group is given back in the end.
    has the stage's units, so that the missing layers alone are fetched.
 2. Else on any device that the model may use.
 
-Devices where such a start has just failed are tried last.
+The memory that full workers of the group are promised counts as free, and their devices are stages'
+devices with room. Devices where such a start has just failed are tried last.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from services.scheduler.domain.placement.constraints import Excludes
 from services.scheduler.domain.placement.place import Placement, place
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.entities import Instance, Model
+from services.scheduler.domain.state.full_workers import FullWorker
 from services.scheduler.domain.state.shared_weights import needed_bytes
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.values import replace
@@ -26,6 +28,11 @@ from services.scheduler.domain.values import replace
 
 def place_whole_worker(tx: Transaction, model: Model, group: Instance) -> Placement:
     """Return the place of a whole worker of the group's model, or none and why."""
+    promises = [f for f in tx.state.full_workers.values() if f.model == model.key]
+    if promises:  # the model's own: of this group, or of another one that becomes instances too
+        tx = Transaction(tx.state, tx.now, tx.policy)
+        for f in promises:
+            tx.drop(FullWorker, f.key)
     known = tx.state.consolidation_failures.get(model.key)
     failed = known.failed_devices if known is not None else ()
     found = _place(tx, model, tx.state.devices_of(group), failed)  # 1

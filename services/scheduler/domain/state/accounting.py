@@ -32,6 +32,7 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
     """Compute the booking of a device.
 
     Bytes are held from the moment a start is sent until the nodeagent reports the instance gone.
+    Promises of full workers count as claimed.
     Bytes that a nodeagent reserves beyond the known instances (a process not proved gone) count
     too; those of failed instances become free soon, so that no instance is stopped to replace
     them. Weights that instances of a separate device share count once, and so does the executor of
@@ -99,6 +100,8 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         leaving -= sharing.leaving
         going -= sharing.drained
         known -= sharing.known
+    promised = sum([state.full_workers[f].reserve_bytes for f in state.promised_on.get(key, ())]) if state.full_workers else 0
+    claimed += promised
     presence = state.presence.get(node)
     reported = presence.status if presence else None
     for device in reported.devices if reported else ():
@@ -144,6 +147,7 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         remote_bytes_per_second=rounded_speed(find_remote_bandwidth(loader.status)) if loader else None,
         drained_bytes=going,
         is_separate=sharing is not None,
+        promised_bytes=promised,
         executor_bytes=executor,
     )
 

@@ -42,6 +42,8 @@ class Booking(NamedTuple):
     """The part of `leaving_bytes` whose instances have drained."""
     is_separate: bool = False
     """True if the loader reports a separate device, whose instances share weights."""
+    promised_bytes: int = 0
+    """The part of `claimed_bytes` that full workers of groups are promised."""
     executor_bytes: int = 0
     """The part of `held_bytes` for the device's executor."""
 

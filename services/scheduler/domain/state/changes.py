@@ -7,6 +7,7 @@ from typing import Any
 
 from services.scheduler.domain.state.cluster import ClusterState, Table
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node, key_of
+from services.scheduler.domain.state.full_workers import FullWorker
 from services.scheduler.domain.state.indexes import index
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
 from services.scheduler.domain.state.pulls import Pull
@@ -76,6 +77,7 @@ _TABLES: dict[type[Any], str] = {
     LoaderPresence: "loaders",
     InstanceReport: "reports",
     LaterStage: "later_stages",
+    FullWorker: "full_workers",
     Fetch: "fetches",
     Delivery: "deliveries",
     ModelDemand: "demand",

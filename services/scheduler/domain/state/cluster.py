@@ -11,6 +11,7 @@ from services.scheduler.domain.policies.port import Keep
 from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.booking_index import BookingTable, DueTimes
 from services.scheduler.domain.state.entities import Instance, Model, Node
+from services.scheduler.domain.state.full_workers import FullWorker
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
 from services.scheduler.domain.state.overlay import Overlay
 from services.scheduler.domain.state.pulls import Pull
@@ -60,6 +61,7 @@ class ClusterState:
     loaders: Table[LoaderPresence] = field(default_factory=dict)
     reports: Table[InstanceReport] = field(default_factory=dict)
     later_stages: Table[LaterStage] = field(default_factory=dict)
+    full_workers: Table[FullWorker] = field(default_factory=dict)
     fetches: Table[Fetch] = field(default_factory=dict)
     deliveries: Table[Delivery] = field(default_factory=dict)
     demand: Table[ModelDemand] = field(default_factory=dict)
@@ -99,6 +101,8 @@ class ClusterState:
     """By device (node/device): later stages of groups on several nodes."""
     stages_of: Table[tuple[str, ...]] = field(default_factory=dict)
     """By first instance: the later stages of its group on several nodes."""
+    promised_on: Table[tuple[str, ...]] = field(default_factory=dict)
+    """By device (node/device): the full workers of groups."""
     in_memory: Table[tuple[str, ...]] = field(default_factory=dict)
     """By revision: nodes whose loaders have all its weights in memory."""
     on_disk: Table[tuple[str, ...]] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
+from services.scheduler.domain.state.full_workers import FullWorker
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
 from services.scheduler.domain.state.pulls import Pull
 from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
@@ -150,6 +151,7 @@ Volatile = (
     | LoaderPresence
     | InstanceReport
     | LaterStage
+    | FullWorker
     | Fetch
     | Delivery
     | ModelDemand

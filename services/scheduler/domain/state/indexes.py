@@ -11,6 +11,7 @@ from services.scheduler.domain.state.accounting import compute_booking, is_drain
 from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node
+from services.scheduler.domain.state.full_workers import FullWorker
 from services.scheduler.domain.state.volatile import (
     ANYWHERE,
     Estimate,
@@ -181,6 +182,13 @@ def _later_stage(state: ClusterState, old: LaterStage | None, new: LaterStage | 
     _rebook(state, present.node, [present.device_id])
 
 
+def _full_worker(state: ClusterState, old: FullWorker | None, new: FullWorker | None) -> None:
+    present = new or old
+    assert present is not None
+    _regroup(state, "promised_on", [present.device] if old else (), [present.device] if new else (), present.key)
+    _rebook(state, present.node, [present.device_id])
+
+
 def _fetch(state: ClusterState, old: Fetch | None, new: Fetch | None) -> None:
     present = new or old
     assert present is not None
@@ -312,7 +320,7 @@ def _rebook(state: ClusterState, node: str, device_ids: Iterable[str]) -> None:
         key = booked.key
         if state.bookings.get(key) != booked and _has(found, device):
             state.get_writable("bookings")[key] = booked
-        if booked.claimed_bytes:
+        if booked.claimed_bytes > booked.promised_bytes:
             if key not in state.claimed:
                 state.get_writable("claimed")[key] = (node, device)
         else:
@@ -334,6 +342,7 @@ _KEEPERS: dict[type[Any], Callable[[ClusterState, Any, Any], None]] = {
     Instance: _instance,
     InstanceReport: _index_report,
     LaterStage: _later_stage,
+    FullWorker: _full_worker,
     Fetch: _fetch,
     Presence: _presence,
     Node: _node,

@@ -330,6 +330,32 @@ def test_under_load_whole_instances_start_on_the_devices_of_all_stages_and_share
     assert sorted(r.command.instance_id for r in w.of("m")) == sorted(r.command.instance_id for r in ones)
 
 
+def test_load_that_no_longer_waits_at_gateways_is_shared_by_several_instances_too() -> None:
+    """Gateways say once that nothing waits, and are silent then."""
+    w = make(6.0, nodes=3, replicas={"min": 0, "max": 2})
+    group = serving(w, active=4)
+    for _ in range(6):
+        w.demand("m", 4, in_flight=4)
+        w.tick(0.5)
+    ones = whole(w, LOADING)
+    w.demand("m", 0, in_flight=4)
+    for _ in range(20):
+        w.tick(0.5)
+    assert "m" not in w.state.demand
+    assert whole(w, LOADING) == ones, "the group's requests need them"
+    ones[0].state = READY
+    for _ in range(4):
+        w.tick(0.5)
+    assert not orders(w), "not all requests move to the first one"
+    ones[1].state = READY
+    w.tick(0.5)
+    [first] = orders(w)
+    assert first.at_most == 2
+    group[0].active = 0
+    for _ in range(8):
+        w.tick(0.5)
+
+
 def test_no_replica_competes_with_the_start_of_a_group() -> None:
     w = make(6.0, nodes=3, replicas={"min": 0, "max": 3})
     for _ in range(8):

@@ -22,15 +22,24 @@ from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.world import World
 
 WEIGHTS = 158 * MIB
+SMALL = 400 * MIB
 SPEED = 20 * MIB
 """Of a node's link to the remote source: the whole model takes 7.9 s, half of it 4 s."""
 
 
-def make(ttft: float | None, *, nodes: int = 4, speeds: tuple[float, ...] = (), kind: str = "llama", **options: Any) -> World:
+def make(
+    ttft: float | None,
+    *,
+    nodes: int = 4,
+    speeds: tuple[float, ...] = (),
+    kind: str = "llama",
+    budget: int = 1000 * MIB,
+    **options: Any,
+) -> World:
     """Return a world whose nodes have a slow link each, and a remote model with an objective."""
     w = World()
     for n in range(nodes):
-        w.node(f"n{n}", 1000 * MIB)
+        w.node(f"n{n}", budget)
     if ttft is not None:
         options.setdefault("slo", Slo(ttft=ttft))
     spec = ModelSpec(name="m", source="http://far/m", max_concurrency=1, **options)
@@ -168,14 +177,14 @@ def with_token_time(w: World, ms: float) -> World:
 
 
 def test_time_per_token_of_a_group_is_at_worst_that_of_all_stages() -> None:
-    w = with_token_time(make(6.0, slo=Slo(ttft=6.0, tpot=0.1)), 45.0)
+    w = with_token_time(make(6.0, budget=SMALL, slo=Slo(ttft=6.0, tpot=0.1)), 45.0)
     w.demand("m")
     assert chosen(w).stages == 2, "2 x 45 ms and two hops are within 100 ms"
     assert "may take 138 ms for each further token" in (others(w)[3].excluded or "")
 
 
 def test_objective_for_each_token_that_no_group_meets_gets_one_worker() -> None:
-    w = with_token_time(make(6.0, slo=Slo(ttft=6.0, tpot=0.1)), 55.0)
+    w = with_token_time(make(6.0, budget=SMALL, slo=Slo(ttft=6.0, tpot=0.1)), 55.0)
     w.demand("m")
     assert chosen(w).stages == 1
     assert "misses the objective of 100 ms" in (others(w)[2].excluded or "")

@@ -1,0 +1,34 @@
+"""Full workers of pipeline groups (HydraServe, Algorithm 1): memory for the whole model.
+
+A low-memory worker has memory for its stage only. A full worker is also promised the memory of the
+whole instance that replaces the group on its device. No other instance gets it meanwhile.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.domain.state.booking import device_key
+from services.scheduler.domain.values import value
+
+
+@value(frozen=True, slots=True)
+class FullWorker:
+    """Memory of a device that is promised to the instance that replaces a group there.
+
+    `group`: the first stage of the group. `reserve_bytes`: of the whole instance, in addition to
+    the memory of the stage on the device.
+    """
+
+    group: str
+    model: str
+    node: str
+    device_id: str
+    reserve_bytes: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.group}\0{self.device}"
+
+    @property
+    def device(self) -> str:
+        """The device as node/device."""
+        return device_key(self.node, self.device_id)

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 from shared.contracts.base import Frozen
 from shared.contracts.segment import HEADER_BYTES, LAYOUT_VERSION, MAGIC, SegmentHeader
 from shared.errors import Conflict
+from shared.restart_records import recover_records, write_record
 from weights.pool.chunks import CHUNK_BYTES, parts
 from weights.pool.memory import PoolMemory
 from weights.pool.region import extents
@@ -45,7 +46,7 @@ class WeightsRecord(Frozen):
 
 
 class Records:
-    """<node state>/loader: `weights/*.json`, written atomically, and `lock`."""
+    """<node state>/loader: `weights/*.json`, and `lock`."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         self._root, self.prefix = directory, prefix
@@ -81,14 +82,10 @@ class Records:
         again.
         """
         path = self._path(record.weights_id)
-        draft = path.with_suffix(".tmp")
         try:
-            draft.write_text(record.model_dump_json())
-            draft.replace(path)
+            write_record(path, record.model_dump_json())
         except OSError as e:
             log.error("failed to write a weights record", extra={"path": str(path), "error": str(e)})
-            with contextlib.suppress(OSError):
-                draft.unlink()
 
     def remove(self, weights_id: str) -> None:
         self._path(weights_id).unlink(missing_ok=True)
@@ -102,6 +99,10 @@ class Records:
             The records of complete weights, and the chunks without an owner that some process still
             maps.
         """
+        try:
+            recover_records(self._weights)
+        except OSError as e:
+            log.error("failed to recover weights records", extra={"path": str(self._weights), "error": str(e)})
         found: list[WeightsRecord] = []
         owned: set[int] = set()
         for path in sorted(self._weights.glob("*.json")):

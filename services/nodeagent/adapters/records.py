@@ -20,6 +20,7 @@ from services.nodeagent.domain.state import Instance
 from shared.contracts.base import Frozen
 from shared.contracts.phases import PhaseSpan
 from shared.errors import Conflict
+from shared.restart_records import recover_records, write_record
 
 log = logging.getLogger(__name__)
 _CRASHES: TypeAdapter[dict[str, int]] = TypeAdapter(dict[str, int])
@@ -40,7 +41,7 @@ class Record(Frozen):
 
 
 class Records:
-    """Files under `<node_state>/agent`, each replaced atomically.
+    """Files under `<node_state>/agent`: a process finds what its predecessor wrote last.
 
     A disk error is logged and serving continues; adoption may fail later.
     """
@@ -74,7 +75,11 @@ class Records:
 
     def save(self, instance: Instance, phases: tuple[PhaseSpan, ...]) -> None:
         record = Record(machine_boot=self._boot, instance=instance, phases=phases)
-        _replace(self._directory / f"{instance.instance_id}.json", record.model_dump_json())
+        path = self._directory / f"{instance.instance_id}.json"
+        try:
+            write_record(path, record.model_dump_json())
+        except OSError as e:
+            _log_failure(path, e)
 
     def charges_path(self, instance_id: str) -> Path:
         """Return the file of an engine's meters, which is kept as long as the record."""
@@ -86,6 +91,10 @@ class Records:
 
     def load(self) -> Iterator[Record]:
         """Every readable record of this boot; records of earlier boots are removed."""
+        try:
+            recover_records(self._directory)
+        except OSError as e:
+            log.error("failed to recover instance records", extra={"path": str(self._directory), "error": str(e)})
         for path in sorted(self._directory.glob("*.json")):
             try:
                 record = Record.model_validate_json(path.read_bytes())
@@ -140,4 +149,8 @@ def _replace(path: Path, text: str) -> None:
             file.write(text)
         temporary.replace(path)
     except OSError as e:
-        log.error("failed to write a record", extra={"path": str(path), "error": str(e)})
+        _log_failure(path, e)
+
+
+def _log_failure(path: Path, error: OSError) -> None:
+    log.error("failed to write a record", extra={"path": str(path), "error": str(error)})

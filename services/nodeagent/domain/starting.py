@@ -30,6 +30,11 @@ from shared.contracts.stages import whole_instance
 from shared.errors import Conflict, EngineFailed, InsufficientMemory, MemoryExceeded, ShuttingDown
 from shared.unit_charges import booked_weights
 
+_MEASURED_AFTER_S = 0.25
+"""An executor's memory is measured when the first requests of an instance have been answered: the
+process, which other models use, would compute slower meanwhile.
+"""
+
 
 def on_start(transition: Transition, event: StartCommand) -> None:
     """Handle a start command.
@@ -179,7 +184,8 @@ def on_report(transition: Transition, report: EngineReport) -> None:
             begun = instance.suspend_state.begun_at or transition.now
             lap = instance.suspend_state.model_copy(update={"started": TimedStep(at=transition.now, took_s=transition.now - begun)})
             transition.change(instance, state=InstanceState.READY, progress=1.0, phase=None, suspend_state=lap)
-            transition.emit(Publish(is_awaited=True), Measure(instance.instance_id), Assess(instance.instance_id))
+            measured_after_s = _MEASURED_AFTER_S if instance.is_shared else 0.0
+            transition.emit(Publish(is_awaited=True), Measure(instance.instance_id, measured_after_s), Assess(instance.instance_id))
             binding.on_ready(transition, instance, transition.now - begun)
         case "failed" if instance.state is not InstanceState.FAILED:
             if report.error is not None and report.error.code == MemoryExceeded.code:

@@ -47,6 +47,7 @@ async def test_weights_by_source_and_by_id(loader: LoaderProcess, client: Client
         with await asyncio.to_thread(attach, path_of(loader), weights_id=weights.weights_id, timeout=60) as second:
             await asyncio.to_thread(second.wait)
             assert second.complete
+    await status_where(client, loader.node, lambda s: [g.holders for g in s.segments] == [("i1",)])
     assert await client.release("i1") == weights.total_bytes
     assert loader.memory() == 0
 

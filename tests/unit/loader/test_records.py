@@ -127,9 +127,9 @@ def test_second_loader_of_a_node_is_refused(tmp_path: Path, records: Records) ->
 def test_failed_record_write_does_not_stop_the_loader(tmp_path: Path, records: Records, pool: PoolMemory) -> None:
     found = record(tmp_path, pool, "i1")
     directory = tmp_path / "loader" / "weights"
-    (directory / "w.tmp").mkdir()
+    (directory / "w.json.new").mkdir()
     records.write(found)
-    (directory / "w.tmp").rmdir()
+    (directory / "w.json.new").rmdir()
     assert list(directory.iterdir()) == []
     records.write(found)
     assert records.recover(pool) == ([found], ())

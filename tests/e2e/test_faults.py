@@ -17,10 +17,11 @@ from tests.e2e.test_batches import lines, results, start, wait
 from tests.e2e.test_demo import QUESTION, ask, stream
 from tests.support.launcher import Thaw, until
 from tests.support.paced_zygote import Pace
+from tests.support.sizes import size
 from thaw.demo.models import make_demo_model
 
 PACED = True
-BATCH, BATCH_TOKENS = 100, 32
+BATCH, BATCH_TOKENS = 100, size(12, 32)
 BATCH_STEP_S = 0.03
 
 

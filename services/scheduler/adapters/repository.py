@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
+from functools import cache
 from typing import Any
 
-from sqlalchemy import Table, bindparam, delete, or_, select, update
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import Delete, Table, bindparam, delete, or_, select, update
+from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from services.scheduler.adapters import tables
@@ -62,6 +63,7 @@ _TRACE_PLAN = update(tables.plans).where(tables.plans.c.plan_id == bindparam("ke
 _TRACE_INSTANCE = (
     update(tables.instances).where(tables.instances.c.instance_id == bindparam("key")).values(traceparent=bindparam("parent"))
 )
+_EPOCH_GUARD = select(tables.leadership.c.epoch).where(tables.leadership.c.epoch == bindparam("wanted")).with_for_update(read=True)
 
 
 class StaleEpoch(Exception):
@@ -175,8 +177,7 @@ class Repository:
 
 async def require_epoch(connection: AsyncConnection, epoch: int) -> None:
     """Keep other leaders from starting before this transaction has ended."""
-    guard = select(tables.leadership.c.epoch).where(tables.leadership.c.epoch == epoch).with_for_update(read=True)
-    if (await connection.execute(guard)).first() is None:
+    if (await connection.execute(_EPOCH_GUARD, {"wanted": epoch})).first() is None:
         raise StaleEpoch(f"epoch {epoch} is over")
 
 
@@ -223,28 +224,40 @@ async def _delete(connection: AsyncConnection, kind: type[Any], keys: list[str])
     if kind is Estimate:
         await delete_estimates(connection, keys)
         return
-    table, column = _KEYS[kind]
-    await connection.execute(delete(table).where(table.c[column].in_(keys)))
+    await connection.execute(_deletion(*_KEYS[kind]), {"keys": keys})
     if kind is Node:
-        await connection.execute(delete(tables.devices).where(tables.devices.c.node.in_(keys)))
+        await connection.execute(_deletion(tables.devices, "node"), {"keys": keys})
+
+
+@cache
+def _deletion(table: Table, column: str) -> Delete:
+    return delete(table).where(table.c[column].in_(bindparam("keys", expanding=True)))
 
 
 async def _upsert(connection: AsyncConnection, kind: type[Any], entities: dict[str, Entity]) -> None:
     if kind is Estimate:
         await write_estimates(connection, (e for e in entities.values() if isinstance(e, Estimate)))
         return
-    table, column = _KEYS[kind]
     # One statement for any number of rows, prepared once: with the rows in its text it would be
     # compiled for every number of them, up to PostgreSQL's limit of 32,767 parameters.
     rows = [_row(e) for e in entities.values()]
-    statement = insert(table)
-    others = {c.name: statement.excluded[c.name] for c in table.columns if c.name != column}
-    await connection.execute(statement.on_conflict_do_update(index_elements=[column], set_=others), rows)
+    await connection.execute(_upsertion(*_KEYS[kind]), rows)
     if kind is Node:
-        await connection.execute(delete(tables.devices).where(tables.devices.c.node.in_(list(entities))))
+        await connection.execute(_deletion(tables.devices, "node"), {"keys": list(entities)})
         nodes = [e for e in entities.values() if isinstance(e, Node)]
         if lines := [{"node": n.name, **asdict(d)} for n in nodes for d in n.devices]:
             await connection.execute(insert(tables.devices), lines)
+
+
+@cache
+def _upsertion(table: Table, column: str) -> Insert:
+    """Return the statement that inserts or replaces rows.
+
+    Made once, as SQLAlchemy takes longer to make it than to execute it.
+    """
+    statement = insert(table)
+    others = {c.name: statement.excluded[c.name] for c in table.columns if c.name != column}
+    return statement.on_conflict_do_update(index_elements=[column], set_=others)
 
 
 def _row(entity: Entity) -> dict[str, Any]:

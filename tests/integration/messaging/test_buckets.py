@@ -6,6 +6,7 @@ No entry is missed, no request is in vain, and no consumer is left behind.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,6 +24,8 @@ from shared.settings import CommonSettings
 from tests.support.servers import NatsServer
 
 NAME = "watched"
+"""Of the test's bucket."""
+_numbers = itertools.count(1)
 WATCHERS = 60
 """Enough to fail: one watcher in ten was wrong."""
 ENTRIES = 40
@@ -72,6 +75,15 @@ async def connected(server: NatsServer) -> AsyncIterator[Mesh]:
         yield mesh
     finally:
         await mesh.stop()
+
+
+@pytest.fixture(autouse=True)
+def new_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name the test's bucket.
+
+    NATS may give a bucket the entries of one of the same name that was deleted just before.
+    """
+    monkeypatch.setitem(globals(), "NAME", f"watched-{next(_numbers)}")
 
 
 @pytest.fixture

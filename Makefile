@@ -48,7 +48,7 @@ test-cpu: $(STAMP) ## Run the tests of TESTS, and rank folders, modules and test
 
 # Modules whose tests have smaller sizes in `make test` (tests/support/sizes.py), and that no other line of `test-long` names.
 RESIZED := $(addprefix tests/chaos/test_,full.py kills.py moving.py moving_faults.py replicas.py servers.py) \
-	$(addprefix tests/e2e/test_,chosen_stages.py consolidation.py late_binding.py moving_between_groups.py peer_copy.py shared.py) \
+	$(addprefix tests/e2e/test_,chosen_stages.py consolidation.py faults.py late_binding.py moving_between_groups.py peer_copy.py shared.py) \
 	$(addprefix tests/integration/engine/test_kv_,groups.py group_process.py process.py to_groups.py to_group_process.py transfer.py) \
 	$(addprefix tests/unit/scheduler/placement/test_,key_shares.py many_devices.py)
 

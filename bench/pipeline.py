@@ -1,7 +1,8 @@
 """Pipeline groups: time to first token by stages, time per token, and the pauses of moves.
 
     python -m bench.pipeline [--size 60m] [--pace-mib 20] [--stages 1,2,4] [--rounds N]
-        [--parts start,consolidation,migration] [--kv auto] [--prompt 32] [--json PATH [--add]]
+        [--parts start,consolidation,migration,burst] [--kv auto] [--prompt 32]
+        [--json PATH [--add]]
 
 A mesh of real processes on this machine: as many nodes as the largest group has stages, and one
 beside. Every loader has one connection to a web server that sends `--pace-mib` MiB/s on each. So
@@ -21,6 +22,13 @@ migration      a stream moves between two groups of two stages, there and back. 
                pause at the gateway, the duration, and the tokens whose keys and values were sent
                or that were recomputed. `--kv never` gives the same moves, with all recomputed.
 
+burst          eight requests at once to a cold model with an objective that one node misses; each
+               instance runs two at a time, and four nodes can have stages. In turn: two groups of
+               two stages, which become two instances (`groups`); one group, which becomes one
+               (`one_group`, `replicas.max` 1); and without an objective two instances of one worker
+               each (`workers`). Reported: the mean time to the first token, and until all have
+               ended. It runs only if `--parts` names it.
+
 All processes share the cores of this machine: stages of a group do not compute on hardware of
 their own, as they would on several machines.
 """
@@ -33,7 +41,7 @@ import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import httpx
 from rich.console import Console
@@ -54,7 +62,7 @@ from thaw.demo.models import make_demo_model
 from weights.formats.checkpoint import open_checkpoint
 from weights.formats.stages import layer_sizes
 
-PARTS = ("start", "consolidation", "migration")
+PARTS = ("start", "consolidation", "migration", "burst")
 BESIDE = "beside"
 PROMPT = 32
 TOKENS = 64
@@ -66,7 +74,9 @@ READS = 7000
 AFTER = 200
 """Tokens after the migration, before the client leaves."""
 GROUPS, STAGES = 2, 2
-"""Of `migration`."""
+"""Of `migration` and `burst`."""
+BURST, BURST_TOKENS = 8, 48
+"""Requests of `burst`, and the tokens of each."""
 BETWEEN = 20
 """Tokens before each move of `migration`."""
 OPTIONS = {"max_concurrency": 2, "max_model_len": CONTEXT}
@@ -124,6 +134,11 @@ class Groups(Bed):
             for i in n["instances"]
             if i["model"] == model and i["state"] == "ready" and not is_later_stage(i)
         }
+
+    def starting(self) -> set[str]:
+        """Return the models with an instance that starts."""
+        found = [i for n in self.cluster()["nodes"] for i in n["instances"]]
+        return {i["model"] for i in found if i["state"] in ("preparing", "loading")}
 
     def measure_links(self) -> None:
         """Let each node fetch once, so that the scheduler knows its link."""
@@ -291,6 +306,31 @@ def migration(mesh: Groups, rounds: int, figures: Values, prompt: int) -> None:
     mesh.await_settled()
 
 
+def burst(mesh: Groups, rounds: int, figures: Values) -> None:
+    """Part 4, the three ways in turn."""
+    predicted = predicted_ms(mesh)
+    # Nearer to what one worker takes, because requests have waited when the second group is placed.
+    objective = {"ttft": (0.2 * predicted[2] + 0.8 * predicted[1]) / 1e3}
+    several, one = {"min": 0, "max": GROUPS}, {"min": 0, "max": 1}
+    ways = {"groups": (objective, several), "one_group": (objective, one), "workers": ({}, several)}
+    for _ in range(rounds):
+        for name, (slo, replicas) in ways.items():
+            mesh.change("far", slo=slo, replicas=replicas)
+            streams = [Timed(mesh.url, completion("far", PROMPT + n, BURST_TOKENS)) for n in range(BURST)]
+            for stream in streams:
+                stream.start()
+            for stream in streams:
+                stream.result()
+                if stream.error:
+                    raise RuntimeError(stream.error)
+            began = min(s.began for s in streams)
+            figures[f"burst.{name}.ttft_ms"].append(mean((s.first - s.began) * 1e3 for s in streams))
+            figures[f"burst.{name}.ended_ms"].append((max(s.ended for s in streams) - began) * 1e3)
+            until(lambda: "far" not in mesh.starting(), 120, "no instance of the model starts")
+            mesh.json("sleep", "far")
+            mesh.await_settled()
+
+
 def start_table(stages: list[int], figures: Values) -> Table:
     columns = ("start", "first token ms", "by one worker", "simulated ms", "error", "ms per token", "by one engine")
     table = Table(*columns, title="Cold starts of one request")
@@ -328,6 +368,11 @@ def goals(figures: Values) -> list[str]:
         if alone := figures.get("local_now.tpot_ms"):
             line += f", and by one engine at that context: {median(figures['consolidation.after_ms']) / median(alone):.2f}"
         lines.append(line)
+    if several := figures.get("burst.groups.ttft_ms"):
+        for name in ("one_group", "workers"):
+            other = figures[f"burst.{name}.ttft_ms"]
+            line = f"burst: mean first token of {name} {spread(other)} ms, of two groups {spread(several)} ms"
+            lines.append(f"{line}: {median(other) / median(several):.2f} times as long")
     if pauses := figures.get("migration.pause_ms"):
         lines.append(
             f"move between two groups: pause {spread(pauses)} ms, duration {spread(figures['migration.duration_ms'])} ms, "
@@ -342,7 +387,7 @@ def main() -> None:
     parser.add_argument("--pace-mib", type=float, default=20.0)
     parser.add_argument("--stages", default="1,2,4")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(PARTS[:3]))
     parser.add_argument("--kv", default="auto", choices=("auto", "always", "never"), help="THAW_MIGRATE_KV of the migrators.")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="Tokens of the prompt in `consolidation` and `migration`.")
     parser.add_argument("--json", type=Path, default=None)
@@ -358,7 +403,7 @@ def main() -> None:
         config = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
         with slow_source(directory.parent, int(options.pace_mib * MIB)) as url:
-            mesh.raise_up(url, directory, stages, max(2, *stages, GROUPS * STAGES if "migration" in parts else 0))
+            mesh.raise_up(url, directory, stages, max(2, *stages, GROUPS * STAGES if parts & {"migration", "burst"} else 0))
             mesh.measure_links()
             if "start" in parts:
                 start(mesh, url, directory, stages, options.rounds, figures)
@@ -368,6 +413,8 @@ def main() -> None:
                 consolidation(mesh, options.rounds, figures, options.prompt)
             if "migration" in parts:
                 migration(mesh, options.rounds, figures, options.prompt)
+            if "burst" in parts:
+                burst(mesh, options.rounds, figures)
     finally:
         mesh.close()
     for line in goals(figures):

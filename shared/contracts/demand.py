@@ -20,6 +20,13 @@ ARRIVALS_WINDOW_S = 1.0
 states none.
 """
 
+OVERCOMMIT = 2
+"""Requests that gateways send to an instance at once, as a multiple of its capacity.
+
+The requests of all gateways count. The instance's own queue then never runs dry before the gateways
+learn of a finished request. Further requests wait in gateways, where they can still go to another
+replica.
+"""
 
 MAX_KEYS = 32
 

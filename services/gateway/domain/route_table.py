@@ -8,17 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.gateway.domain.ticket import Ticket
+from shared.contracts.demand import OVERCOMMIT
 from shared.contracts.node import NODE_LOST_AFTER_S, InstanceState, InstanceStatus, NodeStatus
 from shared.contracts.phases import PhaseSpan
 
-OVERCOMMIT = 2
-"""Requests sent to an instance at once, as a multiple of its capacity.
-
-The requests of all gateways count. The instance's own queue then never runs dry before the gateways
-learn of a finished request. Further requests wait here, where they can still go to another replica.
-"""
 SHARE_OVERCOMMIT = 4
-"""The same with the requests of keys that are below their share."""
+"""As OVERCOMMIT, with the requests of keys that are below their share."""
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 4.0
 

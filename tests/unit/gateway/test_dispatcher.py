@@ -11,9 +11,8 @@ import pytest
 from services.gateway.domain import failover
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.fair_queue import flow_of
-from services.gateway.domain.route_table import OVERCOMMIT
 from services.gateway.domain.ticket import Ticket
-from shared.contracts.demand import MAX_KEYS, DemandNoted, KeyDemand, LoadFailed
+from shared.contracts.demand import MAX_KEYS, OVERCOMMIT, DemandNoted, KeyDemand, LoadFailed
 from shared.contracts.node import InstanceState, InstanceStatus
 from shared.errors import (
     CheckpointInvalid,

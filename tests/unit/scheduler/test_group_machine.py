@@ -38,7 +38,7 @@ GROUPS = {"g2": 2, "h2": 2, "g3": 3}
 FAR = "far"
 """A model that the scheduler divides, and whose groups need full workers."""
 NAMES = (*GROUPS, FAR, "a", "b", "c")
-NODES = ("n1", "n2", "n3")
+NODES = ("n1", "n2", "n3", "n4")
 name = st.sampled_from(NAMES)
 node = st.sampled_from(NODES)
 
@@ -56,7 +56,7 @@ def add_far_model(w: World, name: str, **options: Any) -> None:
 
 
 class Groups(RuleBasedStateMachine):
-    """Three nodes with a device each, two of which have room for two stages or models."""
+    """Four nodes with a device each, three of which have room for two stages or models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,11 +69,12 @@ class Groups(RuleBasedStateMachine):
         self.w.node("n1", 800 * MIB)
         self.w.node("n2", 800 * MIB)
         self.w.node("n3", 400 * MIB)
+        self.w.node("n4", 800 * MIB)
         for n in NAMES:
             if n in GROUPS:
                 add_group(self.w, n, GROUPS[n], keep_alive=20)
             elif n == FAR:
-                add_far_model(self.w, n, keep_alive=20)
+                add_far_model(self.w, n, keep_alive=20, replicas={"min": 0, "max": 2})
             else:
                 self.w.model(n, keep_alive=20)
 
@@ -96,6 +97,11 @@ class Groups(RuleBasedStateMachine):
         self.serve(model, 1)
         self.serve(model, 0)
         self.pass_time(3.0)
+
+    @rule()
+    def burst(self) -> None:
+        """Let more requests wait than two groups take."""
+        self.demand(FAR, 5)
 
     @rule(seconds=st.sampled_from((0.25, 1.0, 3.0)))
     def pass_time(self, seconds: float) -> None:

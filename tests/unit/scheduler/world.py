@@ -59,6 +59,7 @@ class Running:
     command: StartInstance
     state: InstanceState = InstanceState.LOADING
     active: int = 0
+    waiting: int = 0
     completed: int = 0
     generated: int = 0
     idle_since: float = 0.0
@@ -259,6 +260,7 @@ def _status(r: Running, now: float) -> InstanceStatus:
         capacity=c.card.spec.max_concurrency,
         load=EngineLoad(
             active=r.active,
+            waiting=r.waiting,
             completed=r.completed,
             generated_tokens=r.generated,
             idle_ms=0 if r.active else max(0, int((now - r.idle_since) * 1e3)),

@@ -7,6 +7,7 @@ from services.scheduler.domain.state.entities import Instance, Model
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Overload
 from services.scheduler.domain.values import replace, value
+from shared.contracts.demand import OVERCOMMIT
 
 
 @value(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class ScaleUp:
     since: float
     first_message_at: float
     is_extra: bool = False
+    is_burst: bool = False
+    """One more pipeline group, beside others that start."""
 
     def waited_s(self, now: float) -> float:
         """Return the seconds since the model began to wait."""
@@ -63,7 +66,8 @@ def _request_replica(tx: Transaction, model: Model, running: list[Instance]) -> 
         tx.drop(Overload, name)
         return None
     if len(lasting) < len(running) and any(i.stages > 1 and i.ready_at is None for i in running):
-        return None  # the group's stages have the links until it is ready
+        # the groups' stages have the links until they are ready
+        return _request_group(tx, model, running) if not lasting else None
     enough = max(len(lasting), 1)  # a group is replaced under load if that needs several instances
     if tx.policy.profile.scale(replace(measure_demand(tx, model, running), live=len(lasting))) <= enough:
         tx.drop(Overload, name)
@@ -73,6 +77,27 @@ def _request_replica(tx: Transaction, model: Model, running: list[Instance]) -> 
     if tx.now - overload.since <= tx.policy.scale_up_after_s:
         return None
     return ScaleUp(model, "replicas", overload.since, tx.now, is_extra=True)
+
+
+def burst_key(model: str) -> str:
+    """Return the subject of the pause after no further group of a model had a place."""
+    return f"burst\0{model}"
+
+
+def _request_group(tx: Transaction, model: Model, groups: list[Instance]) -> ScaleUp | None:
+    """Return one more group of a cold model, if more requests wait than its groups will be sent.
+
+    A surge starts several groups at once (HydraServe §6.1), as long as none is ready. From then on
+    whole instances start for what still waits.
+    """
+    if len(groups) >= model.card.spec.replicas.max or any(i.ready_at is not None for i in groups):
+        return None
+    demand = tx.state.demand.get(model.key)
+    waiting = demand.waiting if demand is not None else 0
+    if waiting <= len(groups) * OVERCOMMIT * max(1, model.card.spec.max_concurrency) or tx.is_cooling_down(burst_key(model.key)):
+        return None
+    since = demand.since if demand is not None and demand.since is not None else tx.now
+    return ScaleUp(model, "replicas", since, tx.now, is_extra=True, is_burst=True)
 
 
 def list_lasting(tx: Transaction, model: Model, running: list[Instance]) -> list[Instance]:
@@ -85,8 +110,8 @@ def list_lasting(tx: Transaction, model: Model, running: list[Instance]) -> list
 def count_running(tx: Transaction, model: Model, running: list[Instance]) -> int:
     """Return the requests that the model's instances have.
 
-    Gateways repeat their demand only while requests wait there. What a group serves then is known
-    from its reports, and decides how many instances it becomes.
+    Gateways repeat their demand only while requests wait there. What a group has then is known from
+    its reports, and decides how many instances it becomes.
     """
     demand = tx.state.demand.get(model.key)
     sent = demand.in_flight if demand is not None else 0
@@ -94,6 +119,12 @@ def count_running(tx: Transaction, model: Model, running: list[Instance]) -> int
         return sent
     loads = [r.status.load for i in running if (r := tx.state.reports.get(i.instance_id)) is not None]
     return max(sent, sum(x.active + x.waiting for x in loads))
+
+
+def _count_queued(tx: Transaction, running: list[Instance]) -> int:
+    """Return the requests in the queues of groups, which wait for whole instances."""
+    groups = (tx.state.reports.get(i.instance_id) for i in running if i.stages > 1)
+    return sum(r.status.load.waiting for r in groups if r is not None)
 
 
 def measure_demand(tx: Transaction, model: Model, running: list[Instance]) -> Demand:
@@ -104,10 +135,11 @@ def measure_demand(tx: Transaction, model: Model, running: list[Instance]) -> De
     for i in running:
         report = tx.state.reports.get(i.instance_id)
         capacity += report.status.capacity if report and i.ready_at is not None else model.card.spec.max_concurrency
+    queued = _count_queued(tx, running)
     return Demand(
         model=name,
-        waiting=demand.waiting if demand else 0,
-        running=count_running(tx, model, running),
+        waiting=(demand.waiting if demand else 0) + queued,
+        running=max(0, count_running(tx, model, running) - queued),
         live=len(running),
         capacity=max(1, capacity // len(running)),
         window_requests=demand.window if demand else 0,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from services.scheduler.domain.demand.key_shares import charge_start
-from services.scheduler.domain.demand.replica_targets import ScaleUp
+from services.scheduler.domain.demand.replica_targets import ScaleUp, burst_key
 from services.scheduler.domain.lifecycle.failures import fail_demand
 from services.scheduler.domain.lifecycle.full_workers import place_before_promises
 from services.scheduler.domain.lifecycle.preemption import find_cause
 from services.scheduler.domain.lifecycle.transitions import start_instance
+from services.scheduler.domain.placement.burst import place_group_beside
 from services.scheduler.domain.placement.place import Placement, place
 from services.scheduler.domain.placement.whole_worker import place_whole_worker
 from services.scheduler.domain.state.entities import Model
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import Unschedulable
+from services.scheduler.domain.state.volatile import Cooldown, Unschedulable
 from services.scheduler.domain.values import replace
 from shared.contracts.plans import PlanRecord
 
@@ -30,6 +31,8 @@ def scale_up(tx: Transaction, needed: ScaleUp) -> bool:
         _charge(tx, model)
         tx.drop(Unschedulable, model.key)
         return True
+    if needed.is_burst:
+        tx.put(Cooldown(burst_key(model.key), tx.now + tx.policy.refusal_cooldown_s))
     if needed.is_extra:
         return False
     if placement.error is not None and needed.trigger != "min_replicas":
@@ -59,9 +62,11 @@ def _place_replica(tx: Transaction, model: Model, needed: ScaleUp) -> Placement:
     The replicas that replace a group take the devices of its stages first.
     """
     waited, kept = needed.waited_s(tx.now), needed.trigger == "min_replicas"
+    if needed.is_burst:
+        return place_group_beside(tx, model, waited)
     if live := tx.state.live_instances(model):
-        group = next((i for i in live if i.stages > 1), None) if model.card.spec.stages == 1 and tx.policy.consolidate else None
-        if group is not None and (whole := place_whole_worker(tx, model, group)).chosen is not None:
+        groups = [i for i in live if i.stages > 1] if model.card.spec.stages == 1 and tx.policy.consolidate else []
+        if groups and (whole := place_whole_worker(tx, model, *groups)).chosen is not None:
             return whole
         alone = place(tx, model, waited, extra=needed.is_extra, min_replicas_only=kept, spread=True)
         if alone.chosen is not None:

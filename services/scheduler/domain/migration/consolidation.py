@@ -6,8 +6,9 @@ process and a hop for each stage. On each Tick:
 1. Only a ready group that the scheduler chose is consolidated. `stages: N` stays as it is.
 2. It has served for `consolidate_after_s`.
 3. Load is low: no request waits for the model, and its sliding window predicts the need of one
-   instance. Under load the autoscaler starts several whole instances, on the devices of the stages
-   first (replica_targets.py). The group then serves until enough of them are ready.
+   instance, or of no more than the model has groups (a burst starts several), each of which becomes
+   one. Under more load the autoscaler starts several whole instances, on the devices of the stages
+   first (replica_targets.py). The groups then serve until enough of them are ready.
 4. No other model waits for memory, and an idle group does not end before its successor is ready.
 5. A whole instance of the model is there, or a device has free memory for one (whole_worker.py).
 6. After failures there is a back-off.
@@ -21,7 +22,7 @@ serves: whatever fails, requests continue there, or from their tokens.
 from __future__ import annotations
 
 from services.scheduler.domain.demand.replica_targets import measure_demand
-from services.scheduler.domain.migration.orders import plan_migration
+from services.scheduler.domain.migration.orders import needs_successor, plan_migration
 from services.scheduler.domain.placement.whole_worker import place_whole_worker
 from services.scheduler.domain.policies.autoscaling import needed_workers
 from services.scheduler.domain.policy import Policy
@@ -80,13 +81,13 @@ def _is_wanted(tx: Transaction, model: Model) -> bool:
     needed = needed_workers(measure_demand(tx, model, live))
     if ready and (needed <= ready or ready >= model.card.spec.replicas.max):
         return True
-    return needed <= 1 and not tx.state.waiting_count(model.key) and not tx.state.unschedulable
+    groups = sum(1 for i in live if i.stages > 1 and i.state is InstanceState.READY)
+    return needed <= max(1, groups) and not tx.state.waiting_count(model.key) and not tx.state.unschedulable
 
 
 def _has_place(tx: Transaction, model: Model, group: Instance) -> bool:
     """True if a whole instance is there, or can start and is ready before the group ends (4, 5)."""
-    others = (i for i in tx.state.live_instances(model) if i.stages == 1)
-    if any(i.revision == group.revision for i in others):
+    if not needs_successor(tx, model, group):
         return True
     found = place_whole_worker(tx, model, group).chosen
     if found is None:

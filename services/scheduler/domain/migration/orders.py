@@ -15,13 +15,14 @@ requested again.
 
 from __future__ import annotations
 
+from services.scheduler.domain.demand.replica_targets import measure_demand
 from services.scheduler.domain.effects import CancelMigration, OrderMigration, ReplyTo
 from services.scheduler.domain.estimates.migration_times import learn_migration_times, migration_times_between
 from services.scheduler.domain.events import MigrationRequested
 from services.scheduler.domain.lifecycle.transitions import start_instance, stop_instance
 from services.scheduler.domain.placement.place import place
 from services.scheduler.domain.placement.whole_worker import place_whole_worker
-from services.scheduler.domain.policies.autoscaling import share_requests
+from services.scheduler.domain.policies.autoscaling import needed_workers, share_requests
 from services.scheduler.domain.state.entities import CONSOLIDATION, Instance, Model
 from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.transaction import Transaction
@@ -222,7 +223,7 @@ def _advance(tx: Transaction, move: Migration) -> None:
     if move.waiter is None and is_idle and move.reason != CONSOLIDATION:
         tx.drop(Migration, move.migration_id)  # nothing is left to migrate; the source stops by itself
         return
-    destination = _find_destination(tx, move, source) or _start_destination(tx, move, source, model)
+    destination = _find_destination(tx, move, source, model) or _start_destination(tx, move, source, model)
     if destination is None:
         return
     if destination.instance_id != move.destination:
@@ -236,9 +237,38 @@ def _advance(tx: Transaction, move: Migration) -> None:
         _order(tx, move, source, destination)
 
 
-def _find_destination(tx: Transaction, move: Migration, source: Instance) -> Instance | None:
-    """Return the least-loaded ready instance with the same weights, else one that is starting."""
+def needs_successor(tx: Transaction, model: Model, group: Instance, own: str = "") -> bool:
+    """True if a group needs one more whole instance to move its requests to.
+
+    Of several groups, each may need one of its own.
+
+    Args:
+        tx: The decision's transaction.
+        model: Its model.
+        group: The group.
+        own: The instance that was started for it, if any.
+    """
+    live = tx.state.live_instances(model)
+    there = [i for i in live if i.stages == 1 and i.revision == group.revision]
+    if any(i.instance_id == own for i in there):
+        return False
+    wanted = min(needed_workers(measure_demand(tx, model, live)), model.card.spec.replicas.max)
+    groups = sum(1 for i in live if i.stages > 1 and i.state is InstanceState.READY)
+    return not there or len(there) < min(wanted, groups)
+
+
+def _find_destination(tx: Transaction, move: Migration, source: Instance, model: Model) -> Instance | None:
+    """Return the least-loaded ready instance with the same weights, else one that is starting.
+
+    Groups that are consolidated at the same time take different ones, as far as there are several.
+    """
+    if move.reason == CONSOLIDATION and needs_successor(tx, model, source, move.destination):
+        return None
     there = [i for i in tx.state.of_model(move.model) if _can_be_destination(tx, move, source, i)]
+    if move.reason == CONSOLIDATION:
+        taken = {m.destination for m in tx.state.migrations.values() if m is not move and m.reason == CONSOLIDATION}
+        own = [i for i in there if i.instance_id == move.destination]
+        there = own or [i for i in there if i.instance_id not in taken] or there
     ready = [i for i in there if i.state is InstanceState.READY]
     if ready:
         return min(ready, key=lambda i: (_load(tx, i), i.instance_id))
@@ -350,7 +380,8 @@ def _compute_share(tx: Transaction, source: Instance, destination: Instance) -> 
     model = tx.state.models[source.model]
     ready = [i for i in tx.state.live_instances(model) if i.stages == 1 and i.state is InstanceState.READY]
     left = _load(tx, source)
-    share = share_requests(left, sum(_load(tx, i) for i in ready), len(ready), _load(tx, destination))
+    others = sum(_load(tx, i) for i in tx.state.live_instances(model) if i.stages > 1 and i.instance_id != source.instance_id)
+    share = share_requests(left + others, sum(_load(tx, i) for i in ready), len(ready), _load(tx, destination))
     return share if share < left else None
 
 

@@ -44,8 +44,8 @@ def link_rule(tx: Transaction, forecast: Forecast) -> Excludes | None:
 def _explain_contention(tx: Transaction, node: str, nbytes: int) -> str:
     """Return whose objectives a fetch on the node would make them miss; empty: none."""
     fetches, loader = tx.state.fetches_of(node), tx.state.loaders.get(node)
-    bandwidth = find_remote_bandwidth(loader.status) if loader is not None else None
-    if not fetches or not bandwidth:
+    bandwidth = find_remote_bandwidth(loader.status) if fetches and loader is not None else None
+    if not bandwidth:
         return ""
     pending = [
         PendingFetch(

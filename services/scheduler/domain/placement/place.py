@@ -85,6 +85,7 @@ def place(
     waited: float,
     *,
     extra: bool = False,
+    burst_stages: int = 0,
     min_replicas_only: bool = False,
     only: tuple[str, str] | None = None,
     spread: bool = False,
@@ -97,6 +98,8 @@ def place(
         model: The model.
         waited: Seconds that it has waited.
         extra: One more replica, which no request needs.
+        burst_stages: More requests wait than the groups serve that start: one more group of so many
+            stages, and nothing else. 0: not so.
         min_replicas_only: Only `replicas.min` needs it.
         only: The node and device (empty: any of the node) that it is confined to.
         spread: Not on a node that runs an instance of it.
@@ -130,6 +133,7 @@ def place(
         excludes if only is None else confine_to(*only, excludes),
         _standing(tx, model.key),
         None if starves else link_rule(tx, forecast),
+        burst_stages=burst_stages,
     )
     considered = _consider(tx, request)
     possible = [c for c in considered if isinstance(c, FeasiblePlacement)]
@@ -155,6 +159,8 @@ def _standing(tx: Transaction, name: str) -> Standing | None:
 def _consider(tx: Transaction, request: PlacementRequest) -> list[Candidate | FeasiblePlacement]:
     """Return the options, and why other places are none."""
     considered: list[Candidate | FeasiblePlacement] = []
+    if request.burst_stages:
+        return _add_groups(tx, request, considered)
     if not request.ask.is_extra:
         suspended = tx.state.suspended_instances(request.model)
         considered += [option for i in suspended for option in resume_options(tx, request, i)]
@@ -166,6 +172,13 @@ def _consider(tx: Transaction, request: PlacementRequest) -> list[Candidate | Fe
         if len(considered) >= SHORTLIST_SIZE and no_device_gets_room(tx, request):
             break
     considered += group_options(tx, request)
+    return _add_groups(tx, request, considered)
+
+
+def _add_groups(
+    tx: Transaction, request: PlacementRequest, considered: list[Candidate | FeasiblePlacement]
+) -> list[Candidate | FeasiblePlacement]:
+    """Add the groups that the scheduler may choose, beside the options of one worker."""
     by_stages = choose_stage_count(tx, request, considered)
     considered += by_stages.offered
     considered += by_stages.excluded

@@ -30,6 +30,7 @@ class PlacementRequest:
         link: Nodes whose links have no room for its fetch (link_rule.py); None: no node.
         is_last_resort: There is no other option: no share keeps an instance from it, unless its
             keys have others on the device that leave for it in turn.
+        burst_stages: It is to be one more pipeline group, of so many stages; 0: not so.
     """
 
     model: Model
@@ -45,6 +46,7 @@ class PlacementRequest:
     standing: Standing | None = None
     link: Excludes | None = None
     is_last_resort: bool = False
+    burst_stages: int = 0
 
     @property
     def refuses(self) -> Excludes | None:

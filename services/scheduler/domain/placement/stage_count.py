@@ -70,7 +70,8 @@ def choose_stage_count(tx: Transaction, r: PlacementRequest, considered: Sequenc
         return StageChoice()
     alone = min((c for c in considered if isinstance(c, FeasiblePlacement)), key=lambda p: p.option.cost.total_s, default=None)
     layers = card.info.layers.count if card.info.layers is not None else 0
-    groups = [_list_groups(tx, r, s) for s in range(2, min(STAGES, layers) + 1)]
+    sizes = (r.burst_stages,) if r.burst_stages else range(2, min(STAGES, layers) + 1)
+    groups = [_list_groups(tx, r, s) for s in sizes]
     found = [g for g in groups if isinstance(g, list)]
     excluded = tuple(g for g in groups if isinstance(g, Candidate))
     first_s = alone.option.cost.total_s + r.ask.exec_s if alone is not None else math.inf
@@ -123,7 +124,7 @@ def _may_be_divided(tx: Transaction, r: PlacementRequest) -> bool:
     spec, info = r.model.card.spec, r.model.card.info
     return (
         "pipeline" in tx.policy.capabilities & r.profile.uses
-        and not r.ask.is_extra
+        and (r.burst_stages > 0 or not r.ask.is_extra)
         and spec.stages == 1
         and (spec.slo.tpot is None or token_s(tx.state, r.model.key) is not None)
         and r.forecast.is_remote

@@ -26,8 +26,8 @@ from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.values import replace
 
 
-def place_whole_worker(tx: Transaction, model: Model, group: Instance) -> Placement:
-    """Return the place of a whole worker of the group's model, or none and why."""
+def place_whole_worker(tx: Transaction, model: Model, *groups: Instance) -> Placement:
+    """Return the place of a whole worker that takes over from a group, or from one of several."""
     promises = [f for f in tx.state.full_workers.values() if f.model == model.key]
     if promises:  # the model's own: of this group, or of another one that becomes instances too
         tx = Transaction(tx.state, tx.now, tx.policy)
@@ -35,12 +35,15 @@ def place_whole_worker(tx: Transaction, model: Model, group: Instance) -> Placem
             tx.drop(FullWorker, f.key)
     known = tx.state.consolidation_failures.get(model.key)
     failed = known.failed_devices if known is not None else ()
-    found = _place(tx, model, tx.state.devices_of(group), failed)  # 1
+    stages = [device for group in groups for device in tx.state.devices_of(group)]
+    found = _place(tx, model, stages, failed)  # 1
     if found.chosen is None:
         found = _place(tx, model, None, failed)  # 2
     if found.chosen is None and failed:
         found = _place(tx, model, None, ())
-    return replace(found, reason=f"the group {group.instance_id} becomes one instance: {found.reason}")
+    names = ", ".join(group.instance_id for group in groups)
+    becomes = f"the group {names} becomes one instance" if len(groups) == 1 else f"the groups {names} become instances"
+    return replace(found, reason=f"{becomes}: {found.reason}")
 
 
 def _place(tx: Transaction, model: Model, devices: Collection[str] | None, without: Collection[str]) -> Placement:

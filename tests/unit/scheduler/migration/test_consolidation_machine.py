@@ -17,7 +17,7 @@ from shared.contracts.models import ModelSpec, Slo
 from shared.contracts.node import InstanceState
 from tests.support.examples import examples
 from tests.support.fake_node import MIB, model_info
-from tests.unit.scheduler.test_group_machine import GROUPS, NAMES, NODES, Groups
+from tests.unit.scheduler.test_group_machine import FAR, GROUPS, NAMES, NODES, Groups, add_far_model
 from tests.unit.scheduler.world import World
 
 READY = InstanceState.READY
@@ -30,12 +30,14 @@ class ConsolidatedGroups(Groups):
     @initialize()
     def begin(self) -> None:
         self.w = World(policy=Policy(preempt_after_s=5.0, starve_after_s=20.0))
-        for node, budget in (("n1", 1100), ("n2", 1100), ("n3", 700)):
+        for node, budget in (("n1", 1100), ("n2", 1100), ("n3", 700), ("n4", 1100)):
             self.w.node(node, budget * MIB)
         self.loaders_report()
         for n in NAMES:
             if n in GROUPS:
                 add_remote(self.w, n)
+            elif n == FAR:
+                add_far_model(self.w, n, keep_alive=20, replicas={"min": 0, "max": 2})
             else:
                 self.w.model(n, keep_alive=20)
 
@@ -50,7 +52,7 @@ class ConsolidatedGroups(Groups):
         super().another_leader()
         self.loaders_report()
 
-    @rule(model=st.sampled_from(sorted(GROUPS)), active=st.integers(0, 1))
+    @rule(model=st.sampled_from((*sorted(GROUPS), FAR)), active=st.integers(0, 1))
     def group_serves(self, model: str, active: int) -> None:
         """Start a group, and let it serve until it may be consolidated."""
         self.demand(model, 1)

@@ -26,6 +26,7 @@ from pydantic import SecretStr, TypeAdapter
 from bench.report import median, write
 from shared.contracts.base import Message, Request
 from shared.messaging import Mesh
+from shared.messaging.mesh import flush
 from shared.messaging.replies import answer, encode_reply
 from shared.messaging.responders import CONCURRENT_HANDLERS
 from shared.settings import CommonSettings
@@ -93,7 +94,7 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
             subscribe_faststream(broker, kind, mesh.max_body)
         await broker.start()
         await mesh.flush()
-        await broker.connection.flush()
+        await flush(broker.connection)
         found: dict[str, list[float]] = {f"{way}_{kind}": [] for kind in KINDS for way in WAYS}
         for number in range(options.rounds + 1):
             for kind in KINDS:

@@ -18,8 +18,10 @@ from shared.file_locks import lock_mapped
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
+_MADV_POPULATE_READ = 22
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 
@@ -99,6 +101,15 @@ def map_over(area: mmap.mmap, start: int, fd: int, extents: Sequence[Extent]) ->
     if start < 0 or start + nbytes > len(area) or any(e.offset + e.nbytes > size for e in extents):
         raise ValueError(f"extents of {nbytes} bytes do not fit at {start} of {len(area)} bytes, or into a file of {size}")
     _map_runs(_address(area) + start, fd, coalesce(extents), nbytes)
+
+
+def populate_for_reading(address: int, nbytes: int) -> None:
+    """Enter mapped pages into this process's page table, so that the first reads do not fault.
+
+    Other threads run meanwhile. Has no effect on a kernel before 5.14.
+    """
+    start = address - address % mmap.PAGESIZE
+    _libc.madvise(start, address + nbytes - start, _MADV_POPULATE_READ)
 
 
 def _address(area: mmap.mmap) -> int:

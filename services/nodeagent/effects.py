@@ -238,7 +238,9 @@ class EffectRunner:
             timeline.attaching()
         else:
             timeline.forking(NEW_ZYGOTE)  # the next instance does not pay for the executor's start
-        return await self._executors.attach(start)
+        pid = await self._executors.attach(start)
+        timeline.end_attach()
+        return pid
 
     def _on_exited(self, instance_id: str, pid: int) -> None:
         self._spawn("exit", instance_id, self._explain(instance_id, pid))

@@ -89,7 +89,8 @@ class InstanceProcess(ABC):
         self._mesh = mesh
         self._serving = serving
         self._migration = migration
-        self._reporter = StatusReporter(mesh, start, timeline, serving.load)
+        # The nodeagent knows of an instance in an executor from the answer to its attach.
+        self._reporter = StatusReporter(mesh, start, timeline, serving.load, begins_at_once=owns_mesh)
         serving.changed = self._reporter.notify_changed
         self._owns_mesh = owns_mesh
         self._commands: Responder | None = None

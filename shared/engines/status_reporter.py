@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 
@@ -29,11 +30,23 @@ class StatusReporter:
     loop.
     """
 
-    def __init__(self, mesh: Mesh, start: EngineStart, timeline: Timeline, load: Callable[[], EngineLoad]) -> None:
+    def __init__(
+        self, mesh: Mesh, start: EngineStart, timeline: Timeline, load: Callable[[], EngineLoad], *, begins_at_once: bool = True
+    ) -> None:
+        """Create a reporter of an instance that loads.
+
+        Args:
+            mesh: The connection.
+            start: The instance.
+            timeline: The phases of its start.
+            load: Returns the load of its requests.
+            begins_at_once: The first report is sent at once, and does not wait for a change.
+        """
         self._mesh = mesh
         self._start = start
         self._timeline = timeline
         self._load = load
+        self._begins_at_once = begins_at_once
         self._changed = asyncio.Event()
         self._progress_due: asyncio.TimerHandle | None = None
         self.state: EngineState = "loading"
@@ -89,14 +102,17 @@ class StatusReporter:
             return  # the next report carries the same state
 
     async def publish_forever(self) -> None:
+        if not self._begins_at_once:
+            await self._wait_for_change(PROGRESS_S)
         while True:
             self._changed.clear()
             if self._progress_due is not None:
                 self._progress_due.cancel()
                 self._progress_due = None
             await self.publish()
-            try:
-                async with asyncio.timeout(INTERVAL_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
+            await self._wait_for_change(INTERVAL_S)
+
+    async def _wait_for_change(self, within_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._changed.wait()

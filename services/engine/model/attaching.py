@@ -5,7 +5,8 @@ The answers of the loader are awaited while the model is bound:
     index       asked for first, and on a separate device together with `complete`
     segment     mapped as soon as the index is known
     bind        builds the model on the segment, beside the following steps
-    pages       on a separate device: mapped as soon as the weights are complete
+    pages       on a separate device: mapped as soon as the weights are complete, and entered into
+                the process's page table
     complete    asked for when everything is mapped: the loader has then seen all mappings
 
 All work runs on file threads, so that no step of another model waits for it.
@@ -32,13 +33,14 @@ from services.engine.model.segment import Segment
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import WeightsAttached
 from shared.contracts.phases import Phase
+from shared.mapping import populate_for_reading
 from shared.tasks import end
 from shared.telemetry.timeline import Timeline
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
+_POPULATED_BYTES = 256 << 20
+"""Bytes of a model that are entered into the page table beside the binding: some milliseconds."""
 RunOnThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 """Runs a function on a thread that computes nothing."""
 
@@ -152,6 +154,7 @@ class Attaching:
             return memory
 
         found: torch.Tensor = await self._run(work)
+        self._begin(self._run(partial(populate_for_reading, found.data_ptr(), min(found.nbytes, _POPULATED_BYTES))))
         return found
 
     # -- on a thread -------------------------------------------------------------------------------

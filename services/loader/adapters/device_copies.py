@@ -11,8 +11,10 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from services.loader.adapters.arrivals import Arrivals
+from services.loader.adapters.worker_threads import WorkerThreads
 from services.loader.domain.effects import CloseArena, OpenArena
 from services.loader.domain.events import ArenaClosed, CopiedToDevice, Event
 from services.loader.domain.ownership import Arenas
@@ -100,6 +102,7 @@ class Copies:
         self._progress = threading.Condition()
         self._sources: dict[int, _Source] = {}
         self._copies: dict[int, _Copy] = {}
+        self._copiers = WorkerThreads("copy-to-device")
         self._closers = ThreadPoolExecutor(_CLOSED_AT_ONCE, thread_name_prefix="close-arena")
 
     def expect(self, likelihoods: Mapping[str, float] | None) -> None:
@@ -189,7 +192,7 @@ class Copies:
                 source = self._sources[order.run] = _Source(order.weights_id, region, None, [(0, order.total_bytes)])
             source.copies.append(copy)
             self._remote[order.weights_id] = is_remote(order.source)
-        threading.Thread(target=self._copy_to_device, args=(copy, source), name=f"copy-{order.device}", daemon=True).start()
+        self._copiers.run(partial(self._copy_to_device, copy, source))
 
     def raise_priority(self, run: int) -> None:
         """Copy the run's bytes before background copies: a request waits for them."""

@@ -38,7 +38,8 @@ class Publisher:
     """Builds and publishes the status.
 
     Changes within 5 ms make one message, except those that requests wait for. Changes of load and
-    progress alone wait up to 100 ms, because gateways count their own requests.
+    progress alone wait up to 100 ms, because gateways count their own requests, and so do the steps
+    of an attach.
     """
 
     def __init__(

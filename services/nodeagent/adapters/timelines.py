@@ -17,7 +17,8 @@ class StartTimeline:
     """The phases of one start on the monotonic clock.
 
     `reserve` lasts from the command to the fork, `container` from the fork to the engine's first
-    report. `attach` takes the place of `container` for an instance that joins a running executor.
+    report. `attach` takes the place of `container` for an instance that joins a running executor,
+    and lasts until the executor's answer.
     """
 
     def __init__(self, process: str) -> None:
@@ -39,6 +40,10 @@ class StartTimeline:
         """The instance joins a running executor."""
         self._agent.end(Phase.RESERVE)
         self._agent.begin(Phase.ATTACH)
+
+    def end_attach(self) -> None:
+        """The executor has answered."""
+        self._agent.end(Phase.ATTACH)
 
     def record_report(self, report: EngineReport, traceparent: str | None) -> None:
         """Store the phases of a report. Those of the first `ready` report are final."""

@@ -432,8 +432,8 @@ class Reply:
 class Publish:
     """Publish the status.
 
-    Not `urgent`: only load or progress changed, which may wait a little. `is_awaited`: requests
-    wait for it, so that it does not wait for other changes.
+    Not `urgent`: only load, progress or a step of an attach, which may wait a little.
+    `is_awaited`: requests wait for it, so that it does not wait for other changes.
     """
 
     urgent: bool = True

@@ -9,8 +9,11 @@ from services.nodeagent.domain.ended_engines import add_ended
 from services.nodeagent.domain.events import Effect, Forget, Persist, Publish, Reply
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.reservations import Reservation, blocking_reservation
-from services.nodeagent.domain.state import Instance, NodeState
+from services.nodeagent.domain.state import Instance, NodeState, Process
+from shared.contracts.node import InstanceState
 from shared.errors import InsufficientMemory, ThawError
+
+_STARTING = (InstanceState.PREPARING, InstanceState.LOADING)
 
 
 class Transition:
@@ -34,7 +37,7 @@ class Transition:
     def change(self, instance: Instance, **update: Any) -> Instance:
         """Store a changed instance, write its record and publish the status."""
         changed = self.put(instance.model_copy(update=update))
-        self.emit(Persist(instance.instance_id), Publish())
+        self.emit(Persist(instance.instance_id), Publish(urgent=not _is_attaching(changed)))
         return changed
 
     def park(self, instance: Instance, **update: Any) -> Instance:
@@ -75,3 +78,12 @@ class Transition:
 
     def reply(self, reply: int, error: ThawError | None = None) -> None:
         self.emit(Reply(reply, error.body() if error is not None else None))
+
+
+def _is_attaching(instance: Instance) -> bool:
+    """True if an instance joins an executor, and nothing has gone wrong.
+
+    That takes less time than to publish its steps. What requests wait for is published at once.
+    """
+    has_process = instance.process in (Process.FORKING, Process.ALIVE)
+    return instance.is_shared and instance.state in _STARTING and has_process and not instance.stop_asked

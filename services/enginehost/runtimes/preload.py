@@ -12,6 +12,7 @@ beforehand.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -21,7 +22,10 @@ import sys
 
 def main() -> int:
     module = sys.argv[1]
+    # The collector would traverse what the imports make again and again: a sixth of their CPU time.
+    gc.disable()
     importlib.import_module(module)
+    gc.enable()
     line = sys.stdin.buffer.readline()
     if not line:
         return 0

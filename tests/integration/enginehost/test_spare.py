@@ -24,9 +24,11 @@ from tests.support.hosted import MIB, Hosts, hosted_card
 
 WITHIN_S = 60.0
 _VLLM = """
-import os, sys, time
+import gc, os, sys, time
 with open({imports!r}, "a") as file:
     file.write(f"{{__name__}} {{os.getpid()}}\\n")
+with open({imports!r} + "-collected", "a") as file:
+    file.write(f"{{__name__}} {{gc.isenabled()}}\\n")
 if __name__ == "__main__":
     from tests.support.fake_openai import main
     print("environment", int(bool(os.environ["VLLM_API_KEY"])), os.environ.get("OMP_NUM_THREADS"), flush=True)
@@ -108,6 +110,8 @@ async def test_an_interpreter_in_waiting_becomes_the_engine(node: Node) -> None:
     start = node.start()
     pid = await node.ready(start)
     assert ("__main__", waiting) in node.imported(), "the very process"
+    collected = Path(f"{node.imports}-collected").read_text().splitlines()
+    assert collected == ["vllm.entrypoints.openai.api_server False", "__main__ True"], "no garbage collection while it imports"
     assert psutil.Process(waiting).ppid() == pid
     answer = await node.hosts.whole(start.instance_id, "chat", messages=[], max_tokens=3)
     assert answer.status == 200

@@ -120,7 +120,9 @@ def spawned(engine: str, source: Path, url: str, directory: Path, **given: str) 
     options: dict[str, Any] = {"dtype": "float32", "engine_args": LORA} if engine == "vllm" else {}
     card = hosted_card(source, engine, context=1024, **options)
     hosts = Hosts(None, f"real-{directory.name}", url, directory)  # type: ignore[arg-type]  # only spawns
-    start = hosts.host(card, **(given or environment(engine)))
+    # With threads of its own vLLM computes in its core's process. The other tests here start it
+    # with a worker process, which imports all of vLLM once more.
+    start = hosts.host(card, THAW_ENGINE_THREADS="1", **(given or environment(engine)))
     process = hosts.processes[-1]
     yield RealEngine(engine, start.node, start.instance_id, process, Path(start.log_path))
     process.terminate()

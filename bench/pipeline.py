@@ -306,6 +306,13 @@ def migration(mesh: Groups, rounds: int, figures: Values, prompt: int) -> None:
     mesh.await_settled()
 
 
+def is_cold(mesh: Groups, model: str) -> bool:
+    """True if every start of one worker of the model would fetch its weights."""
+    candidates = mesh.json("explain", model, "--what-if", f"drop-node={BESIDE}")["candidates"]
+    alone = [c for c in candidates if c["predicted_ms"] and c["stages"] == 1]
+    return len(alone) == len(mesh.nodes) and all(c["source"] == "remote" for c in alone)
+
+
 def burst(mesh: Groups, rounds: int, figures: Values) -> None:
     """Part 4, the three ways in turn."""
     predicted = predicted_ms(mesh)
@@ -316,6 +323,7 @@ def burst(mesh: Groups, rounds: int, figures: Values) -> None:
     for _ in range(rounds):
         for name, (slo, replicas) in ways.items():
             mesh.change("far", slo=slo, replicas=replicas)
+            until(lambda: is_cold(mesh, "far"), 120, "no node has weights of the last instances")
             streams = [Timed(mesh.url, completion("far", PROMPT + n, BURST_TOKENS)) for n in range(BURST)]
             for stream in streams:
                 stream.start()

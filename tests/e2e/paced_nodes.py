@@ -96,29 +96,40 @@ def register(
     ttft: float | None,
     options: Mapping[str, Any],
     devices: str = "node-*/*",
+    tpot: float | None = None,
 ) -> None:
-    """Register a remote model with an objective, or change its objective."""
-    model = {"name": name, "source": f"{server.url}/{name}", "slo": {"ttft": ttft}, "placement": {"devices": [devices]}}
+    """Register a remote model with objectives, or change its objectives."""
+    slo = {"ttft": ttft, "tpot": tpot}
+    model = {"name": name, "source": f"{server.url}/{name}", "slo": slo, "placement": {"devices": [devices]}}
     path = mesh.home / f"{name}.yaml"
     path.write_text(json.dumps({"defaults": dict(options), "models": [model]}))
     mesh.json("models", "add", "--config", str(path))
 
 
-def register_for_group(mesh: Roomy, server: TierServer, name: str, options: Mapping[str, Any]) -> dict[int, float]:
+def register_for_group(
+    mesh: Roomy, server: TierServer, name: str, options: Mapping[str, Any], tpot: float | None = None
+) -> dict[int, float]:
     """Register the model with an objective that one node misses and two meet.
 
     It is nearer to what one node takes: the time that a request has waited when it is placed counts
     too, and a busy machine must not use up what the group has.
 
+    Args:
+        mesh: The mesh.
+        server: Its source.
+        name: The model.
+        options: Its settings.
+        tpot: Its objective for each further token, which needs a measured time per token.
+
     Returns:
         The predicted start in milliseconds by number of stages.
     """
-    register(mesh, server, name, 0.001, options)
+    register(mesh, server, name, 0.001, options, tpot=tpot)
     # A loader reports the end of an instance after the memory of its device is free.
     until(lambda: is_fetched_everywhere(mesh, name), what="no loader holds weights of an earlier instance")
     by_stages = predicted_ms(mesh, name)
     assert by_stages[2] < by_stages[1]
-    register(mesh, server, name, (0.2 * by_stages[2] + 0.8 * by_stages[1]) / 1e3, options)
+    register(mesh, server, name, (0.2 * by_stages[2] + 0.8 * by_stages[1]) / 1e3, options, tpot=tpot)
     return by_stages
 
 

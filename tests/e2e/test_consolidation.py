@@ -15,7 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.paced_nodes import NODES, consolidations, instances, paced_nodes, paced_server, register_for_group, stages_of
+from tests.e2e.paced_nodes import (
+    NODES,
+    consolidations,
+    instances,
+    paced_nodes,
+    paced_server,
+    register,
+    register_for_group,
+    stages_of,
+)
 from tests.integration.loader.tiers_server import TierServer
 from tests.support.launcher import until
 from tests.support.mesh import held
@@ -30,6 +39,12 @@ LONG: dict[str, Any] = {"max_tokens": size(125, 250), "ignore_eos": True}
 """Nearly a minute at the slow pace: longer than the start of a group, of its successor, and the
 migration, also on a busy machine. Few tokens cost little CPU time.
 """
+TPOT_S = 1.25 * STEP_S
+"""One engine meets it. Of a group's two stages both must be full workers: by Eq. 2 a full worker
+computes its stage in half of the model's time, and another one at worst in all of it.
+"""
+MEASURED = 25
+"""Tokens in which the scheduler measures the time per token: some ten reports."""
 STREAMS = 6
 """Under load: two run in the group, two wait in its queue, and two at the gateway."""
 OPTIONS: dict[str, Any] = {"max_concurrency": 2, "max_model_len": 2_500, "keep_alive": -1}
@@ -124,6 +139,30 @@ def test_stream_runs_through_consolidation_and_the_memory_of_the_group_is_given_
     held_there = reserved(mesh)
     assert held_there[one["node"]] == one["memory"]["reserved"]
     assert held_there[next(n for n in NODES if n != one["node"])] == 0
+
+
+def test_objective_for_further_tokens_is_met_by_full_workers_whose_memory_the_successor_gets(
+    mesh: Roomy, server: TierServer, expected: Stream, slow: contextlib.ExitStack
+) -> None:
+    register(mesh, server, "far", 1_000.0, OPTIONS, tpot=TPOT_S)
+    try:
+        one_engine = Stream(mesh.url, body("far", max_tokens=MEASURED, ignore_eos=True)).start().result()
+        assert one_engine.tokens == expected.tokens[:MEASURED]
+        mesh.json("sleep", "far")
+        register_for_group(mesh, server, "far", OPTIONS, TPOT_S)
+        stream = Stream(mesh.url, body("far", **LONG)).start()
+        assert stream.opened.wait(120)
+        until(lambda: sorted(stages_of(mesh, "far")) == [0, 1], what="a group serves")
+        nodes = set(stages_of(mesh, "far").values())
+        plan = mesh.json("explain", "far")
+        assert (plan["chosen"]["stages"], plan["chosen"]["full_workers"]) == (2, 2), plan
+        until(lambda: is_one_instance(mesh), what="the group has become one instance")
+        assert instances(mesh)[0]["node"] in nodes
+        slow.close()
+        stream.result().assert_same(expected)
+        mesh.assert_settled()
+    finally:
+        forget(mesh)
 
 
 def test_death_of_the_successor_during_its_start_leaves_the_group_and_it_is_tried_again(

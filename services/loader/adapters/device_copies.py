@@ -282,6 +282,7 @@ class Copies:
         self._closers.shutdown()
         for run in tuple(self._sources):
             self.remove(run)()
+        self._copiers.close()
         self._devices.close()
 
     # -- status ------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ class WorkerThreads:
         self._name = name
         self._lock = threading.Lock()
         self._idle = 0
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_closed = False
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def run(self, work: Callable[[], None]) -> None:
         """Run `work` in a thread of its own. It handles its errors."""
@@ -32,10 +33,18 @@ class WorkerThreads:
         if is_new:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
 
+    def close(self) -> None:
+        """End the idle threads, and the others after their work. No more work may be given."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, 0
+        for _ in range(idle):
+            self._work.put(None)
+
     def _serve(self) -> None:
-        while True:
-            self._work.get()()
+        while (work := self._work.get()) is not None:
+            work()
             with self._lock:
-                if self._idle >= _KEPT_IDLE:
+                if self._is_closed or self._idle >= _KEPT_IDLE:
                     return
                 self._idle += 1

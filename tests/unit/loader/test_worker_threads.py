@@ -46,3 +46,23 @@ def test_surplus_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in run_together(WorkerThreads("test"), 5):
         thread.join(WITHIN_S)
         assert not thread.is_alive()
+
+
+def test_threads_end_when_they_are_closed() -> None:
+    threads = WorkerThreads("test")
+    used = run_together(threads, 3)
+    is_free = threading.Event()
+    busy: Future[threading.Thread] = Future()
+
+    def work() -> None:
+        busy.set_result(threading.current_thread())
+        is_free.wait(WITHIN_S)
+
+    threads.run(work)
+    used.append(busy.result(WITHIN_S))
+    threads.close()
+    assert used[-1].is_alive(), "its work continues"
+    is_free.set()
+    for thread in used:
+        thread.join(WITHIN_S)
+        assert not thread.is_alive()

@@ -141,7 +141,7 @@ def test_stream_runs_through_consolidation_and_the_memory_of_the_group_is_given_
     assert held_there[next(n for n in NODES if n != one["node"])] == 0
 
 
-def test_objective_for_further_tokens_is_met_by_full_workers_whose_memory_the_successor_gets(
+def test_objective_for_further_tokens_is_met_by_full_workers_that_become_one_instance(
     mesh: Roomy, server: TierServer, expected: Stream, slow: contextlib.ExitStack
 ) -> None:
     register(mesh, server, "far", 1_000.0, OPTIONS, tpot=TPOT_S)

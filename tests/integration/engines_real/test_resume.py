@@ -32,7 +32,7 @@ async def test_cut_anywhere_and_resumed(mesh: Mesh, nats_server: NatsServer, vll
     assert len(whole.choices[0].token_ids) == 40
     assert undisturbed.usage is not None
     assert undisturbed.usage.completion_tokens == 40
-    # On a busy machine the tokens come in few messages.
+    # On a busy machine the tokens arrive in few messages.
     for cut in sorted({3, len(replies) // 2, len(replies) - 3}):
         resume = resume_of(replies[:cut])
         if cut == len(replies) // 2:

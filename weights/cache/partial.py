@@ -164,8 +164,12 @@ class PartialModel:
             (self._directory / file.name).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove everything: the disk is full or unusable."""
-        with contextlib.suppress(OSError):
+        """Remove everything: the disk is full or unusable.
+
+        Other threads may still write. Their files are not made again.
+        """
+        with self._lock, contextlib.suppress(OSError):
+            self._writes = False
             shutil.rmtree(self._directory)
 
     def close(self) -> None:

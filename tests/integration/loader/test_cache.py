@@ -259,6 +259,23 @@ def test_write_error_stops_caching_and_deletes_the_partial_model(
     assert not cache.get_partial_path(tier.revision).exists(), "what was written does not keep the disk full"
 
 
+def test_thread_that_still_writes_does_not_make_a_removed_model_again(server: TierServer, tmp_path: Path) -> None:
+    tier = HttpTier(f"{server.url}/m", QUICK)
+    files = tier.files()
+    tier.close()
+    partial = PartialModel(tmp_path / "partial", "revision", "there", files, writes=True)
+    try:
+        partial.write(files[0], 0, memoryview(b"first"))
+        partial.remove()
+        with contextlib.suppress(OSError):
+            partial.write(files[0], 5, memoryview(b"then"))
+        with pytest.raises(FileNotFoundError):
+            partial.write(files[1], 0, memoryview(b"other"))
+    finally:
+        partial.close()
+    assert not (tmp_path / "partial").exists()
+
+
 @pytest.mark.root
 def test_full_disk_stops_caching_and_deletes_the_partial_model(
     server: TierServer, tmp_path: Path, caplog: pytest.LogCaptureFixture

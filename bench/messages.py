@@ -18,36 +18,23 @@ import argparse
 import asyncio
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from faststream.nats import NatsBroker, NatsMessage
-from pydantic import SecretStr, TypeAdapter
+from pydantic import SecretStr
 
 from bench.report import median, write
-from shared.contracts.base import Message, Request
 from shared.messaging import Mesh
 from shared.messaging.mesh import flush
 from shared.messaging.replies import answer, encode_reply
 from shared.messaging.responders import CONCURRENT_HANDLERS
 from shared.settings import CommonSettings
 from shared.telemetry.tracing import carried
+from tests.support.asking import ASK, Answer, Ask
 from tests.support.servers import NatsServer
 
 WAYS = ("client", "faststream")
 KINDS = ("serial", "concurrent")
-
-
-class Ask(Request):
-    kind: Literal["ask"] = "ask"
-    value: int
-
-
-class Answer(Message):
-    kind: Literal["answer"] = "answer"
-    value: int
-
-
-ASK: TypeAdapter[Ask] = TypeAdapter(Ask)
 
 
 async def handle(ask: Ask) -> Answer:

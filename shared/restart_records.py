@@ -20,7 +20,8 @@ def write_record(path: Path, text: str) -> None:
     """Replace a JSON file, so that `recover_records` finds the earlier text or this one.
 
     Raises:
-        OSError: The write failed. The earlier text is kept.
+        OSError: The new text could not be written, and the earlier one is kept; or the file could
+            not be renamed, and `recover_records` finds the new text.
     """
     draft = path.with_name(path.name + _DRAFT)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -7,25 +7,16 @@ from collections.abc import AsyncIterator
 from typing import Literal
 
 import pytest
-from pydantic import SecretStr, TypeAdapter
+from pydantic import SecretStr
 
 from shared.contracts import subjects
-from shared.contracts.base import Message, Request
+from shared.contracts.base import Request
 from shared.contracts.loader import LoaderStatus
 from shared.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ThawError, Unreachable
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
+from tests.support.asking import ASK, Answer, Ask
 from tests.support.servers import NatsServer
-
-
-class Ask(Request):
-    kind: Literal["ask"] = "ask"
-    value: int
-
-
-class Answer(Message):
-    kind: Literal["answer"] = "answer"
-    value: int
 
 
 @pytest.fixture
@@ -34,9 +25,6 @@ async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
     await mesh.start()
     yield mesh
     await mesh.stop()
-
-
-ASK: TypeAdapter[Ask] = TypeAdapter(Ask)
 
 
 async def serve(mesh: Mesh, subject: str, *, concurrent: bool = False) -> None:

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Literal
 
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
-from pydantic import SecretStr, TypeAdapter
+from pydantic import SecretStr
 
-from shared.contracts.base import Failure, Message, Request
+from shared.contracts.base import Failure
 from shared.errors import ThawError, Unreachable
 from shared.messaging import Mesh, responders
 from shared.settings import CommonSettings
 from shared.tasks import end
+from tests.support.asking import ASK, Answer, Ask
 from tests.support.servers import NatsServer
 
 SUBJECT = "handlers.test"
 WITHIN_S = 60.0
 
 
-class Ask(Request):
-    kind: Literal["ask"] = "ask"
-    value: int
-
-
-class Answer(Message):
-    kind: Literal["answer"] = "answer"
-    value: int
-
-
-ASK: TypeAdapter[Ask] = TypeAdapter(Ask)
 Handler = Callable[[Ask], Awaitable[Answer]]
 
 

@@ -97,15 +97,14 @@ def _must_wait(placement: Placement) -> bool:
 
 
 def _list_promises(tx: Transaction, group: Instance, chosen: Candidate) -> list[FullWorker]:
-    if not chosen.later_devices:  # `full_workers` of one worker is 1
+    model = tx.state.models.get(group.model)
+    if model is None or not chosen.later_devices:  # `full_workers` of one worker is 1
         return []
     devices = (device_key(chosen.node, chosen.device_ids[0]), *chosen.later_devices)[: chosen.full_workers]
-    card = tx.state.models[group.model].card if group.model in tx.state.models else None
     found = []
-    for device in devices if card is not None else ():
+    for device in devices:
         node, _, device_id = device.partition("/")
-        assert card is not None
-        nbytes = start_bytes(tx.state, card, device_id.partition(":")[0])
+        nbytes = start_bytes(tx.state, model.card, device_id.partition(":")[0])
         found.append(FullWorker(group.instance_id, group.model, node, device_id, nbytes))
     return found
 

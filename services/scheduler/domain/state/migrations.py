@@ -85,13 +85,16 @@ class MigrationTimes:
         return self.per_token.count > 0
 
     def find_pair(self, source: str, destination: str) -> PairTimes:
-        """Return the times between two nodes, which may have none measured."""
+        """Return what was measured for a pair of nodes, which may be nothing."""
         for pair in self.pairs:
             if (pair.source, pair.destination) == (source, destination):
                 return pair
         return PairTimes(source, destination)
 
     def find_between(self, source: str, destination: str) -> MigrationTimes:
-        """Return the times between two nodes; what is not measured for them is the model's."""
+        """Return the times for a pair of nodes.
+
+        Values that were not measured for the pair are those of the model.
+        """
         pair = self.find_pair(source, destination)
         return MigrationTimes(self.model, pair.per_token or self.per_token, pair.fixed or self.fixed)

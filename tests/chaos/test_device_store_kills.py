@@ -136,15 +136,15 @@ class Stores(StoppingMesh):
 
     def await_empty(self) -> None:
         """Put all models to sleep: no page is mapped or lent any more, and no process has one."""
-        for model in {i["model"] for n in self.cluster()["nodes"] for i in n["instances"]}:
-            self.json("sleep", model)
+        models = {i["model"] for n in self.cluster()["nodes"] for i in n["instances"]}
+        slept = [self.json("sleep", model) for model in sorted(models)]
 
         def is_empty() -> bool:
             found = self.devices()
             used = [(a["mapped_pages"], a["lent_pages"], a["held_back_pages"], a["processes"]) for a in found.values()]
             return set(found) == {HOLDER, TARGET} and all(u == (0, 0, 0, []) for u in used)
 
-        until(is_empty, what=lambda: f"no page is in use: {self.devices()}{self.last_words()}")
+        until(is_empty, what=lambda: f"no page is in use: {self.devices()}\n{slept}\n{self.cluster()['nodes']}{self.last_words()}")
 
 
 def with_last_norm(base: Path, tuned: Path, value: float) -> Path:

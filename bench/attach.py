@@ -29,40 +29,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import nats
-import psutil
-from nats.aio.msg import Msg
 from pydantic import SecretStr
 
 from bench.attach_parts import Tap
+from bench.bare_node import BareNode, is_ready
 from bench.report import median, write
-from shared.contracts import subjects
-from shared.contracts.base import Done
-from shared.contracts.inference import InferChunk, InferReply, InferStarted
-from shared.contracts.loader import Inspected, InspectModel
 from shared.contracts.models import ModelCard, ModelSpec
-from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, StartInstance, StopInstance
+from shared.contracts.node import InstanceStatus
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
-from tests.support.engines import Engines
 from tests.support.servers import NatsServer
 from thaw.demo.models import SIZES, make_demo_model
 
 WAYS = ("shared", "dedicated")
 DEVICE = "cpu:1"
-WITHIN_S = 120.0
-_EPOCH = 1 << 32
 _KV_BYTES = 32 << 20
+_TOKENS = 4
 _KIB = 1024
 _MIB = 1 << 20
 
@@ -76,143 +65,36 @@ class Measured:
     tokens: tuple[int, ...]
 
 
-class Node:
-    """A nodeagent and a loader, and the scheduler's and gateway's side of them."""
+class Node(BareNode):
+    """A node with a device of its own memory."""
 
     def __init__(self, url: str, mesh: Mesh, home: Path, threads: int) -> None:
-        self.name, self.url = "attach", url
-        self._mesh, self._home, self._numbers = mesh, home, itertools.count(1)
-        self._engines = Engines(mesh, self.name, url, home)
-        self._environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("THAW_")},
-            "THAW_NATS_URL": url,
-            "THAW_HOME": str(home),
-            "THAW_NODE": self.name,
-            "THAW_LOG_LEVEL": "error",
-            "THAW_DEVICES": f"cpu:0=1GiB,{DEVICE}=4GiB/separate",
-            "THAW_ENGINE_THREADS": str(threads),
-            "THAW_SUSPEND": "off",
-        }
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._status: NodeStatus | None = None
-        self._changed = asyncio.Condition()
-        self._loader_reported = asyncio.Event()
-
-    async def open(self) -> None:
-        """Start the processes, and wait for their first statuses."""
-        await self._mesh.listen(subjects.node_status(self.name), NodeStatus, self._on_status).start()
-        await self._mesh.nc.subscribe(subjects.loader_status(self.name), cb=self._on_loader)
-        self._processes = [self._spawn(f"services.{service}") for service in ("loader", "nodeagent")]
-        async with asyncio.timeout(WITHIN_S):
-            await self._loader_reported.wait()
-        await self._wait_until(lambda _: True)
-
-    def _spawn(self, module: str) -> subprocess.Popen[bytes]:
-        with (self._home / "log").open("ab") as log:
-            return subprocess.Popen([sys.executable, "-m", module], env=self._environment, stdout=log, stderr=log)
-
-    async def _on_status(self, status: NodeStatus) -> None:
-        async with self._changed:
-            self._status = status
-            self._changed.notify_all()
-
-    async def _on_loader(self, _: Msg) -> None:
-        self._loader_reported.set()
-
-    async def _wait_until(self, wanted: Callable[[NodeStatus], bool]) -> NodeStatus:
-        async with asyncio.timeout(WITHIN_S), self._changed:
-            await self._changed.wait_for(lambda: self._status is not None and wanted(self._status))
-            assert self._status is not None
-            return self._status
+        environment = {"THAW_DEVICES": f"cpu:0=1GiB,{DEVICE}=4GiB/separate", "THAW_ENGINE_THREADS": str(threads)}
+        super().__init__("attach", url, mesh, home, environment)
 
     async def card(self, source: Path, way: str) -> ModelCard:
         spec = ModelSpec(name=source.name, source=str(source), isolation="shared" if way == "shared" else "dedicated")
-        found = await self._mesh.request(subjects.loader_command(self.name), InspectModel(spec=spec), Inspected)
-        return ModelCard(spec=spec, info=found.info, created=0)
+        return await self.inspect(spec)
 
-    async def start(self, card: ModelCard) -> InstanceStatus:
+    async def attach(self, card: ModelCard) -> InstanceStatus:
         """Start an instance; return once it takes requests."""
-        number = next(self._numbers)
-        command = StartInstance(
-            token=_EPOCH + number,
-            plan_id="p",
-            instance_id=f"a{number}",
-            card=card,
-            device_ids=(DEVICE,),
-            reserve_bytes=_MIB,
-            kv_bytes=_KV_BYTES,
-        )
-        await self._mesh.request(subjects.node_command(self.name), command, Done)
+        return await self.start(card, DEVICE, _KV_BYTES)
 
-        def find(status: NodeStatus) -> InstanceStatus | None:
-            found = next((i for i in status.instances if i.instance_id == command.instance_id), None)
-            if found is not None and found.error is not None:
-                raise SystemExit(f"{card.name}: {found.error.message}")
-            return found if found is not None and (found.accepts_requests or found.state is InstanceState.READY) else None
-
-        found = find(await self._wait_until(lambda status: find(status) is not None))
-        assert found is not None
-        return found
-
-    async def ask(self, instance_id: str) -> tuple[float, tuple[int, ...]]:
-        """Return the time of the first token, and all tokens."""
-        stream = await self._engines.ask(
-            instance_id, "completion", prompt="Once upon a time", max_tokens=4, temperature=0, ignore_eos=True
-        )
-        await stream.until(_has_token)
-        first = time.perf_counter()
-        await stream.last()
-        if not stream.tokens():
-            raise SystemExit(f"{instance_id} did not answer: {stream.replies[-1]}")
-        return first, tuple(stream.tokens())
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The loader's and the nodeagent's process."""
-        return tuple(process.pid for process in self._processes)
-
-    async def reaches(self, instance_id: str, state: InstanceState) -> None:
-        await self._wait_until(lambda s: any(i.instance_id == instance_id and i.state is state for i in s.instances))
-
-    async def stop(self, instance_id: str) -> None:
-        command = StopInstance(token=_EPOCH + next(self._numbers), instance_id=instance_id)
-        await self._mesh.request(subjects.node_command(self.name), command, Done)
-        ended = (InstanceState.STOPPED, InstanceState.FAILED)
-        await self._wait_until(lambda s: all(i.instance_id != instance_id or i.state in ended for i in s.instances))
+    async def complete(self, instance_id: str) -> tuple[float, tuple[int, ...]]:
+        """Return when the first token arrived, and all tokens."""
+        first, tokens = await self.ask(instance_id, "Once upon a time", _TOKENS)
+        return first, tuple(tokens)
 
     async def measure(self, card: ModelCard) -> Measured:
         """Start an instance, have it answer twice, and stop it."""
         began = time.perf_counter()
-        instance_id = (await self.start(card)).instance_id
-        first, tokens = await self.ask(instance_id)
-        await self.reaches(instance_id, InstanceState.READY)
+        instance_id = (await self.attach(card)).instance_id
+        first, tokens = await self.complete(instance_id)
+        await self.reaches(instance_id, is_ready)
         again = time.perf_counter()
-        second, _ = await self.ask(instance_id)
+        second, _ = await self.complete(instance_id)
         await self.stop(instance_id)
         return Measured(first - began, second - again, tokens)
-
-    def close(self) -> None:
-        """End the node's processes, with those that would outlive it."""
-        found = [p for process in self._processes for p in (psutil.Process(process.pid), *_children(process.pid))]
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.wait(60)
-        for child in found:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _has_token(replies: list[InferReply]) -> bool:
-    """True at the first token, or the end of a request without one."""
-    return any(isinstance(r, InferChunk) or not isinstance(r, InferStarted) for r in replies)
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -277,8 +159,8 @@ async def measure_memory(node: Node, models: list[Path]) -> dict[str, float]:
         started: list[InstanceStatus] = []
         after_first = 0
         for model in models:
-            started.append(await node.start(await node.card(model, way)))
-            await node.ask(started[-1].instance_id)
+            started.append(await node.attach(await node.card(model, way)))
+            await node.complete(started[-1].instance_id)
             after_first = after_first or sum(map(anonymous_bytes, started[0].pids))
         pids = {pid for status in started for pid in status.pids}
         total = sum(map(anonymous_bytes, pids))
@@ -295,8 +177,8 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
         home = Path(directory)
         models = list(_models(home / "models", options.size, options.models))
         async with node_of(home, options.threads) as node:
-            neighbour = await node.start(await node.card(models[1], "shared"))
-            await node.ask(neighbour.instance_id)
+            neighbour = await node.attach(await node.card(models[1], "shared"))
+            await node.complete(neighbour.instance_id)
             if options.parts:
                 async with tapped(node) as tap:
                     return await measure_starts(node, models[0], options.rounds, tap)

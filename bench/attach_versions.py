@@ -25,9 +25,9 @@ from pathlib import Path
 import psutil
 
 from bench.attach import Node, node_of
+from bench.bare_node import is_ready
 from bench.report import median, write
 from shared.contracts.models import ModelCard
-from shared.contracts.node import InstanceState
 from thaw.demo.models import SIZES, make_demo_model
 
 VERSIONS = ("before", "after")
@@ -61,12 +61,12 @@ class Version:
     async def measure(self) -> None:
         """Attach an instance, have it answer twice, and stop it."""
         before, began = self._cpu_s(), time.perf_counter()
-        instance_id = (await self.node.start(self.card)).instance_id
-        first, _ = await self.node.ask(instance_id)
+        instance_id = (await self.node.attach(self.card)).instance_id
+        first, _ = await self.node.complete(instance_id)
         after = self._cpu_s()
-        await self.node.reaches(instance_id, InstanceState.READY)
+        await self.node.reaches(instance_id, is_ready)
         again = time.perf_counter()
-        second, _ = await self.node.ask(instance_id)
+        second, _ = await self.node.complete(instance_id)
         await self.node.stop(instance_id)
         self.ttft_ms.append((first - began) * 1e3)
         self.compute_ms.append((second - again) * 1e3)
@@ -88,8 +88,8 @@ async def start_version(stack: contextlib.AsyncExitStack, checkout: Path, option
     os.environ["PYTHONPATH"] = str(checkout)
     stack.enter_context(contextlib.chdir(checkout))
     node = await stack.enter_async_context(node_of(home, options.threads))
-    neighbour = await node.start(await node.card(models[1], "shared"))
-    await node.ask(neighbour.instance_id)
+    neighbour = await node.attach(await node.card(models[1], "shared"))
+    await node.complete(neighbour.instance_id)
     pids = (*node.pids, *neighbour.pids)
     if any(Path(psutil.Process(pid).cwd()) != checkout for pid in pids):
         raise SystemExit(f"the services do not run in {checkout}")

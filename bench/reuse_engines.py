@@ -16,50 +16,37 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import psutil
-from nats.aio.msg import Msg
 from pydantic import SecretStr
 
 from bench import reuse_loader, reuse_zygote
+from bench.bare_node import WITHIN_S, BareNode, Tokens, is_ready
 from bench.papers import tangram as t
 from bench.papers.constants import tangram as c
 from bench.papers.tangram_fig12 import pool as grown_pool
 from bench.reuse_models import CONTEXT, device_bytes, pages, write_models
 from shared.contracts import subjects
 from shared.contracts.audit import AuditMemory, DeviceAudit, MemoryAudited
-from shared.contracts.base import Done
-from shared.contracts.inference import InferChunk, InferReply, InferStarted
-from shared.contracts.loader import Inspected, InspectModel
 from shared.contracts.loader_socket import loader_socket
 from shared.contracts.models import ModelCard, ModelSpec
-from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, StartInstance, StopInstance
 from shared.contracts.phases import Phase, measure_covered
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
-from shared.sizing import MIB
-from tests.support.engines import Engines, Stream
 from tests.support.servers import NatsServer
 from weights.kv_lease import KvLease, Lent, Shrink
 from weights.store.units import PAGE_BYTES, pages_of
 
-WITHIN_S = 120.0
 DEVICE, UNIFIED = "cpu:1", "cpu:0"
 PROMPT_TOKENS = (4, 12)
 OUTPUT_TOKENS = 8
-_EPOCH = 1 << 32
-Tokens = list[int]
 
 
 @dataclass(frozen=True)
@@ -100,21 +87,13 @@ class Measured:
     keepable: float
 
 
-class BenchNode:
-    """A node, and the benchmark's side of it."""
+class BenchNode(BareNode):
+    """A node that treats memory in one way."""
 
     def __init__(self, way: Way, url: str, mesh: Mesh, home: Path, device: str) -> None:
-        self.way, self.name, self._mesh = way, f"reuse-{way.name}", mesh
-        self._home, self._numbers = home / way.name, itertools.count(1)
-        self._home.mkdir()
-        self._engines = Engines(mesh, self.name, url, self._home)
-        self._engines.patience_s = WITHIN_S
-        self._environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("THAW_")},
-            "THAW_NATS_URL": url,
-            "THAW_HOME": str(self._home),
-            "THAW_NODE": self.name,
-            "THAW_LOG_LEVEL": "error",
+        home = home / way.name
+        home.mkdir()
+        environment = {
             "THAW_DEVICES": f"{UNIFIED}=4GiB,{DEVICE}={device}",
             "THAW_PEER_HOST": "",
             "THAW_DRAM_BYTES": "0",
@@ -122,78 +101,33 @@ class BenchNode:
             "THAW_ZYGOTE_MODULE": "bench.reuse_zygote",
             "THAW_ENGINE_THREADS": "1",
             "THAW_ENGINE_OVERLAP": str(way.overlap).lower(),
-            "THAW_SUSPEND": "off",
             reuse_loader.VARIABLE: way.reclaim,
             reuse_zygote.VARIABLE: way.kv,
         }
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._status: NodeStatus | None = None
-        self._changed = asyncio.Condition()
-        self._loader_reported = asyncio.Event()
-
-    async def open(self) -> None:
-        """Start the processes, and wait for their first statuses."""
-        await self._mesh.listen(subjects.node_status(self.name), NodeStatus, self._on_status).start()
-        await self._mesh.nc.subscribe(subjects.loader_status(self.name), cb=self._on_loader)
-        self._processes = [self._start_process(module) for module in ("bench.reuse_loader", "services.nodeagent")]
-        async with asyncio.timeout(WITHIN_S):
-            await self._loader_reported.wait()
-            await self._wait_for_status(lambda s: True)
-
-    def _start_process(self, module: str) -> subprocess.Popen[bytes]:
-        with (self._home / "log").open("ab") as log:
-            return subprocess.Popen([sys.executable, "-m", module], env=self._environment, stdout=log, stderr=log)
-
-    async def _on_status(self, status: NodeStatus) -> None:
-        async with self._changed:
-            self._status = status
-            self._changed.notify_all()
-
-    async def _on_loader(self, _: Msg) -> None:
-        self._loader_reported.set()
-
-    async def _wait_for_status(self, wanted: Callable[[NodeStatus], bool]) -> NodeStatus:
-        async with asyncio.timeout(WITHIN_S), self._changed:
-            await self._changed.wait_for(lambda: self._status is not None and wanted(self._status))
-            assert self._status is not None
-            return self._status
+        super().__init__(f"reuse-{way.name}", url, mesh, home, environment, loader="bench.reuse_loader")
+        self.way = way
 
     async def card(self, name: str, source: Path, concurrency: int) -> ModelCard:
-        ask = InspectModel(spec=ModelSpec(name=name, source=str(source), max_concurrency=concurrency))
-        found = await self._mesh.request(subjects.loader_command(self.name), ask, Inspected)
-        return ModelCard(spec=ask.spec, info=found.info, created=0)
+        return await self.inspect(ModelSpec(name=name, source=str(source), max_concurrency=concurrency))
 
     async def serve(
         self, card: ModelCard, prompts: Sequence[Tokens], kv_bytes: int, device: str = DEVICE
     ) -> tuple[Measured, list[Tokens]]:
         """Start an instance, have it answer a batch, and stop it."""
-        instance = f"{card.name}-{next(self._numbers)}"
+        instance = f"{card.name}-{self.next_token():x}"
         books = device == DEVICE and self.way.kv == "booked"
         async with self._booked(instance, pages_of(kv_bytes) if books else 0):
-            command = StartInstance(
-                token=self._token(),
-                plan_id="p",
-                instance_id=instance,
-                card=card,
-                device_ids=(device,),
-                reserve_bytes=MIB,  # the bench starts one instance at a time
-                kv_bytes=kv_bytes,
-            )
             began = time.perf_counter()
-            await self._mesh.request(subjects.node_command(self.name), command, Done)
-            await self._reaches(instance, lambda i: i.accepts_requests or i.state is InstanceState.READY)
-            answers = await asyncio.gather(*(self._ask(instance, began, p) for p in prompts))
+            await self.start(card, device, kv_bytes, instance)
+            answers = await asyncio.gather(*(self.ask(instance, p, OUTPUT_TOKENS) for p in prompts))
             audit = await self._audit()
-            ready = await self._reaches(instance, lambda i: i.state is InstanceState.READY and bool(i.phases))
-            await self._stop(instance)
+            ready = await self.reaches(instance, lambda i: is_ready(i) and bool(i.phases))
+            await self.stop(instance)
         await self._wait_until_freed()
-        firsts = [first for first, _ in answers]
+        firsts = [first - began for first, _ in answers]
         load_ms = measure_covered((s.start_ms, s.end_ms) for s in ready.phases if s.phase in (Phase.LOAD, Phase.FETCH))
         keepable = (audit.free_pages + audit.reusable_pages) / audit.total_pages
         return Measured(load_ms / 1e3, fmean(firsts), min(firsts), keepable), [tokens for _, tokens in answers]
-
-    def _token(self) -> int:
-        return _EPOCH + next(self._numbers)
 
     @contextlib.asynccontextmanager
     async def _booked(self, instance: str, count: int) -> AsyncIterator[None]:
@@ -209,7 +143,7 @@ class BenchNode:
             if held >= count:
                 loop.call_soon_threadsafe(lent.set)
 
-        socket = loader_socket(self._home / "nodes" / self.name)
+        socket = loader_socket(self.home / "nodes" / self.name)
         lease = KvLease(socket, DEVICE, f"{instance}-kv", count, deliver)
         try:
             async with asyncio.timeout(WITHIN_S):
@@ -218,39 +152,9 @@ class BenchNode:
         finally:
             await asyncio.to_thread(lease.close)
 
-    async def _reaches(self, instance: str, wanted: Callable[[InstanceStatus], bool]) -> InstanceStatus:
-        def find(status: NodeStatus) -> InstanceStatus | None:
-            found = next((i for i in status.instances if i.instance_id == instance), None)
-            if found is not None and found.error is not None:
-                raise SystemExit(f"{self.way.name}: {instance}: {found.error.message}")
-            return found if found is not None and wanted(found) else None
-
-        found = find(await self._wait_for_status(lambda s: find(s) is not None))
-        assert found is not None
-        return found
-
-    async def _ask(self, instance: str, began: float, prompt: Tokens) -> tuple[float, Tokens]:
-        """Return the seconds until the first token, and the tokens."""
-        stream: Stream = await self._engines.ask(
-            instance, "completion", prompt=prompt, max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True
-        )
-        await stream.until(_has_token)
-        first = time.perf_counter() - began
-        await stream.last()
-        if len(tokens := stream.tokens()) != OUTPUT_TOKENS:
-            raise SystemExit(f"{self.way.name}: {instance} ended after {len(tokens)} tokens: {stream.replies[-1]}")
-        return first, tokens
-
-    async def _stop(self, instance: str) -> None:
-        command = StopInstance(token=self._token(), instance_id=instance)
-        await self._mesh.request(subjects.node_command(self.name), command, Done)
-        await self._wait_for_status(
-            lambda s: all(i.instance_id != instance or i.state is InstanceState.STOPPED for i in s.instances)
-        )
-
     async def _audit(self) -> DeviceAudit:
         """Return the device's pages. Stop if they are not conserved."""
-        found = await self._mesh.request(subjects.loader_command(self.name), AuditMemory(), MemoryAudited)
+        found = await self.mesh.request(subjects.loader_command(self.name), AuditMemory(), MemoryAudited)
         [device] = [d for d in found.devices if d.device_id == DEVICE]
         if device.violations:
             raise SystemExit(f"{self.way.name}: {device.violations}")
@@ -260,34 +164,11 @@ class BenchNode:
         """Wait until no page is mapped or lent."""
         async with asyncio.timeout(WITHIN_S):
             while True:
-                self._loader_reported.clear()
+                self.loader_reported.clear()
                 audit = await self._audit()
                 if not audit.mapped_pages and not audit.lent_pages:
                     return
-                await self._loader_reported.wait()
-
-    def close(self) -> None:
-        """End the node's processes, also the zygote and engines, which would outlive it."""
-        found = [p for process in self._processes for p in (psutil.Process(process.pid), *_children(process.pid))]
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.wait(30)
-        for child in found:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _has_token(replies: list[InferReply]) -> bool:
-    """True at the first token, or the end of a request without one."""
-    return any(isinstance(r, InferChunk) or not isinstance(r, InferStarted) for r in replies)
+                await self.loader_reported.wait()
 
 
 class Bed:

@@ -12,7 +12,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -118,24 +119,27 @@ def test_addresses_are_mapped_once(memory: CudaVirtualMemory) -> None:
         memory.release(unit)
 
 
+@contextmanager
+def sharing(memory: CudaVirtualMemory, unit: int, program: str) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+    """Run a program that maps the unit; yield a connection to it, and its process."""
+    mine, theirs = socket.socketpair()
+    mine.settimeout(120)
+    command = [sys.executable, "-c", program, str(theirs.fileno())]
+    with mine, killed_at_exit(subprocess.Popen(command, pass_fds=[theirs.fileno()])) as process:
+        theirs.close()
+        descriptor = memory.export_descriptor(unit)
+        socket.send_fds(mine, [b"u"], [descriptor])
+        os.close(descriptor)
+        yield mine, process
+
+
 def test_another_process_keeps_a_unit_that_was_released_here(cuda: CudaRuntime, memory: CudaVirtualMemory) -> None:
     size = memory.granularity(0)
     unit, start = memory.create(0, size), memory.reserve(size)
     memory.map(start, size, unit)
     memory.set_access(start, size, 0, writable=True)
     write(cuda, start, b"weights")
-    mine, theirs = socket.socketpair()
-    mine.settimeout(120)
-    with (
-        mine,
-        killed_at_exit(
-            subprocess.Popen([sys.executable, "-c", READER, str(theirs.fileno())], pass_fds=[theirs.fileno()])
-        ) as reader,
-    ):
-        theirs.close()
-        descriptor = memory.export_descriptor(unit)
-        socket.send_fds(mine, [b"u"], [descriptor])
-        os.close(descriptor)
+    with sharing(memory, unit, READER) as (mine, reader):
         assert mine.recv(1) == b"m"
         memory.unmap(start, size)
         memory.free_reservation(start, size)
@@ -155,18 +159,7 @@ def test_a_read_only_mapping_cannot_be_written(cuda: CudaRuntime, memory: CudaVi
     memory.map(start, size, unit)
     memory.set_access(start, size, 0, writable=True)
     write(cuda, start, b"weights")
-    mine, theirs = socket.socketpair()
-    mine.settimeout(120)
-    with (
-        mine,
-        killed_at_exit(
-            subprocess.Popen([sys.executable, "-c", WRITER, str(theirs.fileno())], pass_fds=[theirs.fileno()])
-        ) as writer,
-    ):
-        theirs.close()
-        descriptor = memory.export_descriptor(unit)
-        socket.send_fds(mine, [b"u"], [descriptor])
-        os.close(descriptor)
+    with sharing(memory, unit, WRITER) as (mine, writer):
         assert mine.recv(1) == b"r", "the write failed"
         writer.wait(120)
     assert read(cuda, start, 7) == b"weights"

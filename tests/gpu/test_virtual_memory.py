@@ -23,6 +23,7 @@ from shared.errors import DeviceFailed, DeviceMissing
 from tests.support.stopping import killed_at_exit
 from weights.devices.cuda_runtime import CudaRuntime, load_cuda
 from weights.devices.cuda_virtual_memory import CudaVirtualMemory, load_virtual_memory
+from weights.devices.virtual_memory import Allocation
 
 pytestmark = pytest.mark.gpu
 READER = """
@@ -120,7 +121,7 @@ def test_addresses_are_mapped_once(memory: CudaVirtualMemory) -> None:
 
 
 @contextmanager
-def sharing(memory: CudaVirtualMemory, unit: int, program: str) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+def sharing(memory: CudaVirtualMemory, unit: Allocation, program: str) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
     """Run a program that maps the unit; yield a connection to it, and its process."""
     mine, theirs = socket.socketpair()
     mine.settimeout(120)

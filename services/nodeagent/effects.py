@@ -396,7 +396,7 @@ class EffectRunner:
         while True:
             try:
                 # An earlier agent may have died before it cleaned up after this engine.
-                await self._suspender.on_ended(instance_id)
+                await self._suspender.on_ended(instance_id, is_hosted=instance.command.card.spec.engine != "builtin")
                 await self._launcher.clean_up(instance_id, instance.command.card)
                 freed = await self._meter.wait_memory_freed(instance)
             except ThawError as fault:

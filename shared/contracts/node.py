@@ -50,7 +50,8 @@ class StartInstance(Request):
     grant: tuple[str, ...] = Field(
         default=(),
         description="Late binding: other devices of the node that it may run on instead of `device_ids`. The nodeagent chooses when it starts "
-        "it, has the loader load its weights, and reports the device in `InstanceStatus`. Empty: it runs on `device_ids`.",
+        "it, has the loader load its weights, and reports the device in `InstanceStatus`. A start that waits for bytes may be granted "
+        "its own device: the nodeagent then has its weights loaded. Empty: it runs on `device_ids`.",
     )
     executor_bytes: int = Field(
         default=0, description="Of the executor that it is attached to: reserved beside `reserve_bytes`, once on each device."

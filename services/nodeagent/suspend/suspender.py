@@ -300,8 +300,14 @@ class Suspender:
         """Kill the engine's processes, frozen or not. Blocking."""
         self.cgroups.kill(instance.instance_id)
 
-    async def on_ended(self, instance_id: str) -> None:
-        """Clean up after an exit: remaining processes and the control group."""
+    async def on_ended(self, instance_id: str, *, is_hosted: bool = True) -> None:
+        """Clean up after an exit: remaining processes and the control group.
+
+        Args:
+            instance_id: The instance.
+            is_hosted: A host may have started processes that its control group does not show. To
+                find them costs some milliseconds of CPU time.
+        """
         self._frozen.pop(instance_id, None)
         for way in self._ways.values():
             way.forget(instance_id)
@@ -319,11 +325,13 @@ class Suspender:
         deadline = asyncio.get_running_loop().time() + _REMOVED_WITHIN_S
         while not self.cgroups.remove(instance_id) and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110  # there is no event
             await asyncio.sleep(_POLL_S)
-        # Where there are no cgroups, a hosted engine's processes are known by their mark.
-        mark = mark_of(self.cgroups.scope, instance_id)
-        if not await asyncio.to_thread(end_marked, mark):
-            log.error("failed to end an engine's processes", extra={"instance": instance_id, "pids": find_marked(mark)})
-        await asyncio.to_thread(shared_memory.remove, self.cgroups.left_segments(instance_id))
+        if is_hosted:
+            # Where there are no cgroups, a hosted engine's processes are known by their mark.
+            mark = mark_of(self.cgroups.scope, instance_id)
+            if not await asyncio.to_thread(end_marked, mark):
+                log.error("failed to end an engine's processes", extra={"instance": instance_id, "pids": find_marked(mark)})
+        if left := self.cgroups.left_segments(instance_id):
+            await asyncio.to_thread(shared_memory.remove, left)
 
     async def reap_strays(self, known: frozenset[str]) -> None:
         """End engines of an earlier agent that have no record."""

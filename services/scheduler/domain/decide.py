@@ -45,7 +45,7 @@ from services.scheduler.domain.migration.rebalance import rebalance
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.prewarm.expectations import send_expectations
 from services.scheduler.domain.prewarm.pulls import cancel_pulls, request_pull
-from services.scheduler.domain.reconcile import reconcile
+from services.scheduler.domain.reconcile import cancel_unfillable, reconcile
 from services.scheduler.domain.state.changes import Change
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.transaction import Transaction
@@ -176,3 +176,5 @@ def _stop_refused(tx: Transaction, instance_id: str, error: ErrorBody) -> None:
     elif instance is not None and error.code == InstanceBusy.code and instance.leaving in ("if_idle", "suspend_if_idle"):
         tx.put(replace(instance, leaving="no", leave_reason="", stop_at=None))
         tx.put(Cooldown(instance_id, tx.now + tx.policy.busy_cooldown_s))
+        for device in instance.device_ids:
+            cancel_unfillable(tx, instance.node, device)

@@ -26,7 +26,7 @@ from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.lifecycle.full_workers import end_unfillable_promises
 from services.scheduler.domain.lifecycle.scale_down import scale_down
 from services.scheduler.domain.lifecycle.scale_up import scale_up
-from services.scheduler.domain.lifecycle.transitions import reply_awake, send_start, stop_instance
+from services.scheduler.domain.lifecycle.transitions import is_loaded_by_node, reply_awake, send_start, stop_instance
 from services.scheduler.domain.migration.orders import advance_migrations
 from services.scheduler.domain.placement.queue import scale_up_queue
 from services.scheduler.domain.prewarm.parking import promote_parked_starts, start_parking
@@ -41,6 +41,7 @@ from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Waiter
 from shared.contracts.admin import ModelAsleep
 from shared.contracts.node import InstanceState
+from shared.contracts.phases import Phase
 
 
 def reconcile(tx: Transaction, *, everything: bool, only_due: bool = False) -> None:
@@ -101,9 +102,7 @@ def start_claims(tx: Transaction, devices: list[tuple[str, str]]) -> None:
     for node, device in devices:
         if not _is_open(tx, node):
             continue
-        if booking_of(tx.state, node, device).free_soon_bytes < 0:
-            end_unfillable_promises(tx, node, device)
-            _cancel_unfillable_claims(tx, node, device)
+        cancel_unfillable(tx, node, device)
         for i in claims_on(tx.state, node, device):
             if len(tx.state.stages_behind(i.instance_id)) < i.stages - 1:
                 # Later stages are not stored: they were lost with the leader.
@@ -151,17 +150,42 @@ def _bytes_before(tx: Transaction, i: Instance, b: Booking) -> int:
 def _can_wait_on_node(tx: Transaction, i: Instance, needs: list[_Need]) -> bool:
     """True if a claim may be sent before its memory is free.
 
-    The node grants the memory once the drained instances there are gone, and until then nothing of
-    the claim uses memory. (The loader would fetch weights at once.)
+    The node grants the memory once the leaving instances there are gone, and until then nothing of
+    the claim uses memory:
+
+    1. A start in an executor: the nodeagent has the loader load the weights after the grant. Its
+       victims have drained, or are idle. The start is stopped if one of those is in use after all.
+    2. A resumption, or an engine that loads its weights itself: its victims have drained.
+
+    (Otherwise the loader would fetch weights at once.)
     """
-    if tx.policy.grant_wait_s <= 0 or not (i.is_resume_claim or tx.state.models[i.model].card.spec.loads_itself):
+    if tx.policy.grant_wait_s <= 0:
         return False
-    return all(n.fits(n.booking.drained_bytes) for n in needs)
+    spec = tx.state.models[i.model].card.spec
+    if is_loaded_by_node(tx.state.models[i.model], i):  # 1
+        return all(n.fits(n.booking.departing_bytes) for n in needs)
+    return (i.is_resume_claim or spec.loads_itself) and all(n.fits(n.booking.drained_bytes) for n in needs)  # 2
 
 
-def _cancel_unfillable_claims(tx: Transaction, node: str, device: str) -> None:
-    """Cancel claims whose victims do not stop after all, newest first: they are placed again."""
-    for i in reversed(claims_on(tx.state, node, device)):
+def cancel_unfillable(tx: Transaction, node: str, device: str) -> None:
+    """Give up what waits for memory of victims that do not stop after all, newest first.
+
+    Promises end, claims are cancelled, and starts that wait on their node are stopped. The models
+    are placed again.
+    """
+    if booking_of(tx.state, node, device).free_soon_bytes >= 0:
+        return
+    end_unfillable_promises(tx, node, device)
+    waiting = [i for i in tx.state.holders_on(node, device) if i.is_claim or _waits_on_node(tx, i)]
+    for i in sorted(waiting, key=lambda i: (i.planned_at, i.token), reverse=True):
         if booking_of(tx.state, node, device).free_soon_bytes >= 0:
             return
         stop_instance(tx, i, "drain", "its memory is not becoming free")
+
+
+def _waits_on_node(tx: Transaction, i: Instance) -> bool:
+    """True if a start was sent, and its node has not reported that it began."""
+    if i.state is not InstanceState.PREPARING or i.is_claim or i.leaving != "no":
+        return False
+    report = tx.state.reports.get(i.instance_id)
+    return report is None or report.status.phase is Phase.RESERVE

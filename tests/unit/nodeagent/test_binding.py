@@ -136,6 +136,22 @@ def test_without_a_grant_the_planned_device_is_taken() -> None:
     assert not [x for x in effects if isinstance(x, e.Prepare)]
 
 
+def test_start_that_waits_for_bytes_is_prepared_once_it_is_granted() -> None:
+    w = World("cpu:0")
+    first = shared("first", name="m0", grant=()).model_copy(update={"reserve_bytes": 60})
+    begin(w, first)
+    finish(w, first)
+    waiting = shared("second", name="m1", grant=("cpu:0",)).model_copy(update={"reserve_bytes": 60, "wait_ms": 10_000})
+    _, effects = begin(w, waiting)
+    assert w["second"].process is Process.QUEUED
+    assert not [x for x in effects if isinstance(x, e.Prepare | e.Fork)], "its weights would take the first one's pages"
+    w.hear(e.StopCommand(stop("first"), 2))
+    w.hear(e.EngineExited("first", 7, 0, ERROR))
+    w.hear(e.WeightsReleased("first", 0))
+    effects = w.hear(e.MemoryFreed("first", 0))
+    assert [x for x in effects if isinstance(x, e.Prepare | e.Fork)] == [e.Prepare("second"), e.Fork("second")]
+
+
 def test_dedicated_instances_stay_on_the_planned_device() -> None:
     w = World(*ALL)
     begin(w, shared("first", name="m0"))

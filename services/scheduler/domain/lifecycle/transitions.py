@@ -233,6 +233,8 @@ def send_start(tx: Transaction, instance: Instance) -> None:
     record_fetch(tx, sent, sent.node, sent.instance_id, model.card)
     plan = tx.state.plans.get(sent.plan_id)
     grant = granted_devices(tx, model, sent, plan)
+    if wait_ms and not grant and is_loaded_by_node(model, sent):
+        grant = sent.device_ids
     if not model.card.spec.loads_itself and not grant:  # else the node does so, for the device that it chooses
         tx.emit(SendPrepare(sent.node, _prepare_devices(sent, model.card)))
     command = StartInstance(
@@ -251,6 +253,14 @@ def send_start(tx: Transaction, instance: Instance) -> None:
         wait_ms=wait_ms,
     )
     tx.emit(SendStart(sent.node, command, sent.requested_at, sent.planned_at, tx.now > sent.planned_at))
+
+
+def is_loaded_by_node(model: Model, i: Instance) -> bool:
+    """True if the nodeagent can have the loader load a start's weights once it grants its memory.
+
+    It does so for a start in an executor with a grant of devices, which may be its own.
+    """
+    return model.card.spec.may_share and i.stages == 1 and len(i.device_ids) == 1 and i.state is InstanceState.PREPARING
 
 
 def _prepare_devices(i: Instance, card: ModelCard) -> PrepareWeights:

@@ -40,7 +40,7 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
     """
     units = units_on(state, node, device_id)
     sharing = _Sharing(units) if units is not None else None
-    held = claimed = leaving = going = known = idle = movable = executor = 0
+    held = claimed = leaving = going = departing = known = idle = movable = executor = 0
     idle_since = float("inf")
     key, instances, reports = device_key(node, device_id), state.instances, state.reports
     for instance_id in state.by_device.get(key, ()):
@@ -57,13 +57,17 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         is_known = report is not None and (parked or report.status.state.holds_memory)
         if is_known:
             known += holds
+        drained = is_drained(report)
+        departs = drained or is_idle_and_asked(i, report)
         if sharing is not None:
-            sharing.add(weights_of(state, i), is_known=is_known, is_leaving=i.leaving != "no", is_drained=is_drained(report))
+            leaves = i.leaving != "no"
+            sharing.add(weights_of(state, i), is_known=is_known, is_leaving=leaves, is_drained=drained, is_departing=departs)
         if i.leaving != "no":
             suspends = i.leaving in ("suspend", "suspend_if_idle")
             freed = (suspend_frees_bytes(state, i) if i.state is _READY else _count_bytes_to_free(state, i)) if suspends else holds
             leaving += freed
-            going += freed if is_drained(report) else 0
+            going += freed if drained else 0
+            departing += freed if departs else 0
         elif parked:
             if holds and not _is_pinned(state, i):
                 movable += holds
@@ -88,7 +92,9 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         known += holds if stage.reported else 0
         if first is None or first.leaving != "no":  # the stage follows the first one
             leaving += holds
-            going += holds if first is None or is_drained(report) else 0
+            drained = first is None or is_drained(report)
+            going += holds if drained else 0
+            departing += holds if drained or (first is not None and is_idle_and_asked(first, report)) else 0
         elif first.state is _READY and not _is_pinned(state, first):
             movable += holds
             if report is not None and report.idle_since is not None:
@@ -99,6 +105,7 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         claimed -= sharing.claimed
         leaving -= sharing.leaving
         going -= sharing.drained
+        departing -= sharing.departing
         known -= sharing.known
     promised = sum([state.full_workers[f].reserve_bytes for f in state.promised_on.get(key, ())]) if state.full_workers else 0
     claimed += promised
@@ -146,6 +153,7 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         bytes_per_second=speed,
         remote_bytes_per_second=rounded_speed(find_remote_bandwidth(loader.status)) if loader else None,
         drained_bytes=going,
+        departing_bytes=departing,
         is_separate=sharing is not None,
         promised_bytes=promised,
         executor_bytes=executor,
@@ -169,6 +177,7 @@ class _Sharing:
         self._known: list[BookedWeights] = []
         self._stay: list[BookedWeights] = []
         self._drain: list[BookedWeights] = []
+        self._depart: list[BookedWeights] = []
         self._leave: list[BookedWeights] = []
 
     def add(
@@ -179,11 +188,12 @@ class _Sharing:
         is_known: bool = False,
         is_leaving: bool = False,
         is_drained: bool = False,
+        is_departing: bool = False,
     ) -> None:
-        """Add the weights of one instance."""
+        """Add the weights of one instance. `is_departing`: it has drained, or is about to."""
         if weights is None:
             return
-        kept = self._drain if is_leaving and is_drained else self._leave if is_leaving else self._stay
+        kept = self._stay if not is_leaving else self._drain if is_drained else self._depart if is_departing else self._leave
         (self._claims if is_claim else kept).append(weights)
         if is_known:
             self._known.append(weights)
@@ -203,15 +213,19 @@ class _Sharing:
     @property
     def leaving(self) -> int:
         """Units of stopping instances that others keep."""
-        return self._sum_kept([*self._drain, *self._leave], [*self._stay, *self._claims])
+        return self._sum_kept([*self._drain, *self._depart, *self._leave], [*self._stay, *self._claims])
 
     @property
     def drained(self) -> int:
-        return self._sum_kept(self._drain, [*self._stay, *self._leave, *self._claims])
+        return self._sum_kept(self._drain, [*self._stay, *self._depart, *self._leave, *self._claims])
+
+    @property
+    def departing(self) -> int:
+        return self._sum_kept([*self._drain, *self._depart], [*self._stay, *self._leave, *self._claims])
 
     @property
     def _sent(self) -> list[BookedWeights]:
-        return [*self._stay, *self._leave, *self._drain]
+        return [*self._stay, *self._leave, *self._depart, *self._drain]
 
     def _sum_kept(self, gone: list[BookedWeights], stay: list[BookedWeights]) -> int:
         return self._units.saving([*stay, *gone]) - self._units.saving(stay, gone)
@@ -222,6 +236,11 @@ def is_drained(report: InstanceReport | None) -> bool:
     if report is None or report.status.state is not InstanceState.DRAINING:
         return False
     return not (report.status.load.active or report.status.load.waiting)
+
+
+def is_idle_and_asked(i: Instance, report: InstanceReport | None) -> bool:
+    """True if an instance without requests is asked to stop, unless one arrives first."""
+    return i.leaving == "if_idle" and report is not None and report.idle_since is not None
 
 
 def _count_failed_bytes(state: ClusterState, status: NodeStatus, device_id: str) -> int:

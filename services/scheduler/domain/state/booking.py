@@ -40,6 +40,8 @@ class Booking(NamedTuple):
     """Bandwidth of the node's link to remote sources; None: unknown."""
     drained_bytes: int = 0
     """The part of `leaving_bytes` whose instances have drained."""
+    departing_bytes: int = 0
+    """The part of `leaving_bytes` whose instances have drained, or are idle and asked to stop."""
     is_separate: bool = False
     """True if the loader reports a separate device, whose instances share weights."""
     promised_bytes: int = 0

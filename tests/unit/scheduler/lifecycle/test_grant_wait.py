@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.effects import PublishLoadFailed, SendPrepare, SendResume, SendStop
+from services.scheduler.domain.effects import PublishLoadFailed, SendPrepare, SendResume, SendStart, SendStop
+from services.scheduler.domain.events import DemandReceived
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.accounting import booking_of
+from shared.contracts.demand import Demand
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import Running, World, no_room
@@ -65,6 +67,70 @@ def test_weights_are_not_fetched_into_memory_of_a_victim(w: World) -> None:
     w.finish_stops()
     (start,) = w.starts("b")
     assert start.command.wait_ms == 0, "nothing leaves there any more"
+
+
+SHARED: dict[str, Any] = {"isolation": "shared"}
+"""The model is attached to an executor: its nodeagent has its weights loaded."""
+SHARED_ONE = 400 * MIB
+
+
+def two_shared(w: World) -> Running:
+    """Create a device for one of two shared models, and an idle instance of "a" on it."""
+    w.node(budget=SHARED_ONE)
+    for name in "ab":
+        w.model(name, **SHARED)
+    return w.up("a")
+
+
+def test_shared_start_is_sent_with_the_stop_of_an_idle_victim(w: World) -> None:
+    victim = two_shared(w)
+    decision = w.send(DemandReceived(w.now, Demand(gateway="g", model="b", waiting=1), "w-b"))
+    sent = [e for e in decision.effects if isinstance(e, SendStop | SendStart | SendPrepare)]
+    assert [type(e) for e in sent] == [SendStop, SendStart], "the nodeagent has its weights loaded"
+    (start,) = w.starts("b")
+    assert start.command.wait_ms == 10_000
+    assert start.command.grant == start.command.device_ids, "so that the nodeagent prepares it"
+    assert victim.state is DRAINING
+    booked = booking_of(w.state, "n1", "cpu:0")
+    assert booked.held_bytes > booked.budget_bytes >= booked.held_bytes - booked.leaving_bytes
+    w.hear()
+    assert w.agents["n1"].instances[start.command.instance_id].state is PREPARING, "it waits"
+    w.finish_stops()
+    w.get_ready("b")
+    assert w.of("b", READY)
+    assert len(w.starts("b")) == 1, "sent once"
+
+
+def test_shared_start_is_not_sent_while_its_victim_serves(w: World) -> None:
+    victim = two_shared(w)
+    victim.active = 1
+    w.hear()
+    w.demand("b", oldest_wait_ms=int(w.policy.preempt_after_s * 1e3) + 500)
+    assert victim.state is DRAINING
+    assert not w.starts("b")
+    victim.active = 0
+    w.hear()
+    assert len(w.starts("b")) == 1
+
+
+def test_shared_start_is_stopped_if_its_victim_is_in_use_after_all(w: World) -> None:
+    victim = two_shared(w)
+    victim.active = 1  # since its last report
+    w.demand("b")
+    (start,) = w.starts("b")
+    first = start.command.instance_id
+    assert victim.state is READY, "it has refused to stop"
+    assert [e.command.instance_id for e in w.sent(SendStop)] == [victim.command.instance_id, first]
+    booked = booking_of(w.state, "n1", "cpu:0")
+    assert booked.held_bytes - booked.leaving_bytes + booked.claimed_bytes <= booked.budget_bytes
+    assert not w.state.failures
+    victim.active = 0
+    w.tick(w.policy.busy_cooldown_s + 1.0)
+    w.demand("b")
+    assert len(w.starts("b")) == 2, "placed again"
+    w.finish_stops()
+    w.get_ready("b")
+    assert w.of("b", READY)
 
 
 def test_starts_do_not_wait_on_the_node_if_grant_wait_is_off() -> None:

@@ -23,6 +23,7 @@ from shared.contracts.engine import EngineStart
 from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
+from tests.support import forked_vllm
 from tests.support.hosted import Hosts, hosted_card
 from tests.support.real_engines import directory as engines_directory
 from tests.support.real_engines import llama_server, python_of
@@ -106,6 +107,15 @@ def gguf_file(model_directory: Path) -> Path:
     return out
 
 
+def forked_python() -> str:
+    """Return an interpreter whose vLLM forks its core and its workers: a start imports vLLM once.
+
+    Tests of the start itself, and of memory, of which forked processes share a part, have the
+    interpreter of `environment` or `python_of`, as users do.
+    """
+    return forked_vllm.interpreter(python_of("vllm"), Path(os.environ["THAW_HOME"]))
+
+
 def environment(*engines: str) -> dict[str, str]:
     """Return the environment in which hosts find these engines.
 
@@ -121,8 +131,10 @@ def spawned(engine: str, source: Path, url: str, directory: Path, **given: str) 
     card = hosted_card(source, engine, context=1024, **options)
     hosts = Hosts(None, f"real-{directory.name}", url, directory)  # type: ignore[arg-type]  # only spawns
     # With threads of its own vLLM computes in its core's process. The other tests here start it
-    # with a worker process, which imports all of vLLM once more.
-    start = hosts.host(card, THAW_ENGINE_THREADS="1", **(given or environment(engine)))
+    # with a worker process.
+    if not given:
+        given = {"THAW_VLLM_PYTHON": forked_python()} if engine == "vllm" else environment(engine)
+    start = hosts.host(card, THAW_ENGINE_THREADS="1", **given)
     process = hosts.processes[-1]
     yield RealEngine(engine, start.node, start.instance_id, process, Path(start.log_path))
     process.terminate()
@@ -167,7 +179,7 @@ def spawn_loader(node: str, url: str, home: str, logs: Path) -> subprocess.Popen
 
 
 def spawned_with_loader(card: ModelCard, url: str, logs: Path) -> Iterator[PluginEngine]:
-    python = python_of("vllm")
+    python = forked_python()
     hosts = Hosts(None, f"real-{logs.name.replace('_', '-')}", url, logs)  # type: ignore[arg-type]  # only spawns
     with tempfile.TemporaryDirectory(prefix="thaw-t-") as home:
         loader = spawn_loader(hosts.node, url, home, logs)

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from shared.messaging import Mesh
-from tests.integration.engines_real.conftest import PATIENCE_S
+from tests.integration.engines_real.conftest import PATIENCE_S, forked_python
 from tests.support.hosted import Hosts, hosted_card
-from tests.support.real_engines import python_of
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
 
@@ -30,7 +29,7 @@ async def test_healthy_and_unable_to_generate(mesh: Mesh, nats_server: NatsServe
     hosts = Hosts(mesh, "real-mute", nats_server.url, tmp_path)
     hosts.patience_s = PATIENCE_S
     await hosts.start()
-    start = hosts.host(hosted_card(source, "vllm"), THAW_VLLM_PYTHON=python_of("vllm"))
+    start = hosts.host(hosted_card(source, "vllm"), THAW_VLLM_PYTHON=forked_python())
     try:
         report = await hosts.settled(start.instance_id)
         assert report.state == "failed"

@@ -16,10 +16,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from shared.sizing import MIB
-from tests.integration.engines_real.conftest import FAMILY, PATIENCE_S
+from tests.integration.engines_real.conftest import FAMILY, PATIENCE_S, forked_python
 from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream
-from tests.support.real_engines import python_of
 
 MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "6"))
 """`make test-long` sets 200."""
@@ -40,7 +39,7 @@ class Hosted(Roomy):
     """
 
     def serve(self, source: Path) -> None:
-        self.environment["THAW_VLLM_PYTHON"] = python_of("vllm")
+        self.environment["THAW_VLLM_PYTHON"] = forked_python()
         spec = {"name": "one", "source": str(source), "engine": "vllm", "dtype": "float32", "max_model_len": 1024}
         limits = {"max_concurrency": 2, "engine_args": {"kv_cache_bytes": 128 * MIB}, "replicas": {"min": 2, "max": 2}}
         nodes = {name: {"cpu:0": "4GiB"} for name in NODES}
@@ -53,7 +52,7 @@ class Hosted(Roomy):
 
 @pytest.fixture(scope="module")
 def mesh(model_directory: Path) -> Iterator[Hosted]:
-    python_of("vllm")
+    forked_python()
     thaw = Hosted()
     try:
         thaw.serve(model_directory)

@@ -17,10 +17,16 @@ import pytest
 
 from shared.contracts.stages import Stage, split_layers
 from shared.messaging import Mesh
-from tests.integration.engines_real.conftest import PATIENCE_S, PluginEngine, plugin_card, spawn_loader, spawned_with_loader
+from tests.integration.engines_real.conftest import (
+    PATIENCE_S,
+    PluginEngine,
+    forked_python,
+    plugin_card,
+    spawn_loader,
+    spawned_with_loader,
+)
 from tests.integration.engines_real.test_adapters import PROMPT, TOKENS, merged
 from tests.support.hosted import Hosts, hosted_card
-from tests.support.real_engines import python_of
 from tests.support.servers import NatsServer
 from thaw.demo.models import SIZES, make_demo_model
 from weights.formats.checkpoint import open_checkpoint
@@ -116,7 +122,7 @@ async def test_ranks_on_two_nodes_are_one_engine(
             first=starts[0] if index else None,
         )
         start = hosts.spec(card).model_copy(update={"stage": stage})
-        start = start.model_copy(update={"environment": {**start.environment, "THAW_VLLM_PYTHON": python_of("vllm")}})
+        start = start.model_copy(update={"environment": {**start.environment, "THAW_VLLM_PYTHON": forked_python()}})
         hosts.spawn(start, "services.enginehost")
         starts.append(start.instance_id)
         logs.append(start.log_path)

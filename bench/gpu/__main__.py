@@ -1,16 +1,20 @@
-"""Run and measure all that only a GPU can show, in order of value.
+"""Run the tests and benchmarks that need a GPU, in order of value.
 
     python -m bench.gpu [--plan] [--steps tests,copies] [--within 30m] [--device cuda:0]
         [--work DIR] [--figures docs/performance.d] [--rehearse]
 
-Each step is a process with a limit of at most ten minutes. One that fails does not stop the rest.
-Its figures go to `gpu_STEP.json`, with the machine and the command, its output to `STEP.log` in the
-work directory. At the end a table shows all figures beside their goals. Nothing is downloaded.
+Each step is a process with a limit of at most ten minutes. A step that fails does not stop the
+rest. A step's figures go to `gpu_STEP.json` in the directory of --figures, with the machine and the
+command. Its output goes to `STEP.log` in the work directory. At the end a table shows all figures
+beside their goals. Nothing is downloaded.
 
 --plan      print the steps with their estimated times, and what this machine lacks
---within    leave out steps that are not expected to end in time
+--within    leave out steps that are not expected to end in this time, which is for all of them
+--work      directory for models and logs, with 48 GB of free space; by default a temporary one
+            that is removed at the end
 --rehearse  run the steps that serve models with tiny ones on a cpu device with memory of its own:
-            shows on a machine without a GPU that the steps work. No figure is kept
+            shows on a machine without a GPU that the steps work. The figures say nothing about a
+            GPU: they go to the work directory, not to --figures
 
 Exit status: 0: all steps measured, 1: some were not, 2: there is no such device.
 """
@@ -49,7 +53,7 @@ def show_plan(out: Console, steps: Sequence[Step], missing: Sequence[str]) -> No
 
 
 def show_summary(out: Console, outcomes: Sequence[Outcome]) -> None:
-    """Print every figure that has a goal or is a headline, and the steps without figures."""
+    """Print each step's figures with goals and its headline figures, or why there are none."""
     table = Table("step", "figure", "value", "goal", title="GPU")
     for outcome in outcomes:
         rows: list[tuple[str, str, str]] = []
@@ -82,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=lambda text: text.split(","), default=[])
     parser.add_argument("--within", type=parse_duration, metavar="TIME")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--work", type=Path, help="for models and logs (48 GB); default: a temporary directory")
+    parser.add_argument("--work", type=Path)
     parser.add_argument("--figures", type=Path, default=FIGURES)
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args(arguments)

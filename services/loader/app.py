@@ -76,7 +76,7 @@ async def run(settings: LoaderSettings, stop: asyncio.Event) -> int:
         log.error(f"cannot start: {e}")
         return 2
     try:
-        with records.sole():
+        with records.hold_lock():
             return await _serve(settings, stop, records)
     except Conflict as e:
         log.error(e.message)

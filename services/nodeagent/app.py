@@ -74,7 +74,7 @@ async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
             make_private(settings.node_state, 0o755)
             (settings.node_state / "logs").mkdir(parents=True, exist_ok=True)
             records = Records(agent_directory)
-            held.enter_context(records.sole())
+            held.enter_context(records.hold_lock())
             known = list(records.load())
             adopting = any(r.instance.ended_at is None for r in known)
             devices = open_devices(settings, agent_directory / "budgets.json", adopting=adopting)
@@ -113,8 +113,8 @@ class Nodeagent:
         state = NodeState(
             ledger,
             policy,
-            newest_epoch=records.epoch(),
-            crashes=records.crashes(),
+            newest_epoch=records.load_epoch(),
+            crashes=records.load_crashes(),
             snapshot_budget=snapshot_budget(settings),
             spills=self.suspender.can_spill(),
             templates=settings.templates,

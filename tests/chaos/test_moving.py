@@ -85,7 +85,7 @@ def test_sigkill_of_a_participant_during_a_migration_loses_no_stream(
 
 @pytest.mark.parametrize("victim", ["source", "destination"])
 def test_sigkill_after_the_handover_loses_no_stream(mesh: Roomy, streams: list[Stream], victim: str) -> None:
-    """The source or the destination dies after the hand-over.
+    """The source or the destination dies after the hand-off.
 
     Requests that the destination has just received resume elsewhere; the source no longer has them.
     """

@@ -1,6 +1,6 @@
-"""Other faults during a migration, between real processes.
+"""Faults during a migration, except for a killed engine, migrator or scheduler (test_moving.py).
 
-Afterwards no request, KV cache entry, lease or memory is left over.
+All processes are real. After each test no request, KV cache entry, lease or memory is left over.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from tests.support.sizes import size
 
 NODES = ("node-0", "node-1", "node-2")
 TOKENS, STEP_S = size((100, 0.05), (200, 0.025))
-"""Tokens of a stream that is still running when every process is stopped at the wanted step."""
+"""Tokens of a stream, and seconds of each. The stream still runs when all processes are stopped at
+the wanted step.
+"""
 LONG = body("one", seed=3, max_tokens=TOKENS, ignore_eos=True)
 GREEDY = body("one", max_tokens=TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Roomy]:
-    """Start `one` on three nodes and `two` on one of them.
+    """Start three nodes, each with an instance of `one`, and register `two`.
 
     `two` is the same model with other weights.
     """
@@ -58,7 +60,7 @@ def nothing_is_left(mesh: Roomy) -> Iterator[None]:
     mesh.assert_settled()
 
 
-def begun(mesh: Roomy, **headers: str) -> tuple[Stream, str, str]:
+def start_stream(mesh: Roomy, **headers: str) -> tuple[Stream, str, str]:
     """Start a stream; return it with the instance and the node that serve it."""
     stream = Stream(mesh.url, LONG, headers=headers).start()
     assert stream.opened.wait(120)
@@ -66,36 +68,36 @@ def begun(mesh: Roomy, **headers: str) -> tuple[Stream, str, str]:
     return stream, source, node
 
 
-def other(node: str, *nodes: str) -> str:
-    """Return a node that is none of these."""
+def other_node(node: str, *nodes: str) -> str:
+    """Return the first node that is none of these."""
     return next(n for n in NODES if n not in (node, *nodes))
 
 
-def engine_on(mesh: Roomy, node: str) -> int:
+def engine_pid_on(mesh: Roomy, node: str) -> int:
     (instance,) = mesh.on("one", node)
     return mesh.pid_of(instance)
 
 
 def test_the_request_finishes_during_a_round(mesh: Roomy, undisturbed: Stream) -> None:
-    stream, source, node = begun(mesh)
-    to = other(node)
-    with Staged(mesh).at("round", source, to, engine_on(mesh, to)) as order:
+    stream, source, node = start_stream(mesh)
+    to = other_node(node)
+    with Staged(mesh).at("round", source, to, engine_pid_on(mesh, to)) as order:
         stream.result().assert_same(undisturbed)
     assert [r["outcome"] for r in order.record()["requests"]] == ["finished"]
 
 
 def test_client_disconnect_during_a_round_ends_the_migration(mesh: Roomy, undisturbed: Stream) -> None:
-    stream, source, node = begun(mesh)
-    to = other(node)
-    with Staged(mesh).at("round", source, to, engine_on(mesh, to)) as order:
+    stream, source, node = start_stream(mesh)
+    to = other_node(node)
+    with Staged(mesh).at("round", source, to, engine_pid_on(mesh, to)) as order:
         stream.leave()
         stream.thread.join(120)
-        until(lambda: not active(mesh, source), what="the source has stopped")
+        until(lambda: not count_active(mesh, source), what="the source has stopped")
     assert [r["outcome"] for r in order.record()["requests"]] == ["finished"]
     assert len(stream.tokens) < len(undisturbed.tokens)
 
 
-def active(mesh: Roomy, instance_id: str) -> int:
+def count_active(mesh: Roomy, instance_id: str) -> int:
     found = [i for n in mesh.cluster()["nodes"] for i in n["instances"] if i["instance_id"] == instance_id]
     return int(found[0]["load"]["active"]) if found else 0
 
@@ -106,9 +108,9 @@ def test_nats_drops_for_two_seconds(mesh: Roomy, undisturbed: Stream, step: Any)
 
     The test stops its supervisor meanwhile, which would restart it at once.
     """
-    stream, source, node = begun(mesh)
-    to = other(node)
-    with held(mesh.pid("supervisor")), Staged(mesh).at(step, source, to, engine_on(mesh, to)) as order:
+    stream, source, node = start_stream(mesh)
+    to = other_node(node)
+    with held(mesh.pid("supervisor")), Staged(mesh).at(step, source, to, engine_pid_on(mesh, to)) as order:
         old = mesh.pid("nats")
         kill(old)
         time.sleep(2.0)  # the condition under test
@@ -129,8 +131,8 @@ def second_migrator(mesh: Roomy) -> Iterator[int]:
 
 
 def test_two_migrations_of_one_request_leave_one_response(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
-    stream, _, node = begun(mesh)
-    first, second = other(node), other(node, other(node))
+    stream, _, node = start_stream(mesh)
+    first, second = other_node(node), other_node(node, other_node(node))
     staged = Staged(mesh)
     with stopped(mesh.pid("migrator")), stopped(second_migrator):
         orders = [Order(mesh, request_id=stream.request_id, node=to) for to in (first, second)]
@@ -146,7 +148,7 @@ def test_opposite_concurrent_migrations_complete(mesh: Roomy, undisturbed: Strea
 
     If both orders are written anyway, both requests reach their destinations.
     """
-    stream, source, node = begun(mesh)
+    stream, source, node = start_stream(mesh)
     crossing = Stream(mesh.url, GREEDY).start()
     assert crossing.opened.wait(120)
     there: list[str] = []
@@ -184,13 +186,13 @@ def test_opposite_concurrent_migrations_complete(mesh: Roomy, undisturbed: Strea
     assert first.record()["state"] == "done"
 
 
-def test_a_destination_of_another_revision(mesh: Roomy, undisturbed: Stream) -> None:
+def test_destination_of_another_revision_refuses_the_request(mesh: Roomy, undisturbed: Stream) -> None:
     """A destination of another revision refuses; the request stays at its source.
 
     The scheduler never orders such a migration.
     """
     mesh.json("wake", "two")
-    stream, source, node = begun(mesh)
+    stream, source, node = start_stream(mesh)
     wrong, on = mesh.place("two")
     staged = Staged(mesh)
     revision = next(m["card"]["info"]["revision"] for m in mesh.cluster()["models"] if m["card"]["spec"]["name"] == "one")
@@ -219,9 +221,9 @@ def test_a_destination_of_another_revision(mesh: Roomy, undisturbed: Stream) -> 
 
 def test_instance_of_a_changed_model_is_not_migrated(mesh: Roomy, undisturbed: Stream) -> None:
     """Instances of an older generation finish their requests without migration."""
-    stream, source, node = begun(mesh)
+    stream, source, node = start_stream(mesh)
     mesh.change("one", max_concurrency=4)
-    error = mesh.error("migrate", source, "--to", other(node))
+    error = mesh.error("migrate", source, "--to", other_node(node))
     assert error["code"] == "conflict"
     assert "was changed" in error["message"]
     stream.result().assert_same(undisturbed)
@@ -233,9 +235,9 @@ def test_the_gateway_dies_and_the_client_retries(mesh: Roomy, undisturbed: Strea
 
     The response continued while the gateway was down.
     """
-    stream, source, node = begun(mesh, **{"idempotency-key": f"moving-{step}"})
-    to = other(node)
-    with Staged(mesh).at(step, source, to, engine_on(mesh, to)):
+    stream, source, node = start_stream(mesh, **{"idempotency-key": f"moving-{step}"})
+    to = other_node(node)
+    with Staged(mesh).at(step, source, to, engine_pid_on(mesh, to)):
         old = mesh.kill("gateway")
     stream.thread.join(120)
     assert stream.error

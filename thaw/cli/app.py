@@ -47,7 +47,7 @@ COMMANDS = (
         "trace",
         "trace",
         "trace",
-        "Draw the phases of a request's time to the first token, its model's load and its hand-overs.",
+        "Draw the phases of a request's time to the first token, its model's load and its hand-offs.",
     ),
     Entry(
         "explain",

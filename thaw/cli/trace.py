@@ -47,7 +47,7 @@ def trace(
     ] = None,
     as_json: Json = False,
 ) -> Document:
-    """Draw the phases of a request's time to the first token, its model's load and its hand-overs.
+    """Draw the phases of a request's time to the first token, its model's load and its hand-offs.
 
     Example: [bold]thaw trace[/]
     """

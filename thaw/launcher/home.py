@@ -14,20 +14,24 @@ from shared.private import UntrustedDirectory, require_private, require_safe_par
 from thaw.errors import CommandError
 
 SOCKET_PATH_LIMIT = 107
-"""Bytes of a Unix socket's path (sun_path of Linux is 108 with its closing zero)."""
+"""Most bytes of a Unix socket's path: `sun_path` of Linux has 108, with the closing zero."""
 _LONGEST_SOCKET = "nodes/{node}/agent/zygote.sock"
+"""The longest path of a socket that is bound by its full path. The loader's is longer, and is bound
+by a shorter path to the same directory.
+"""
 
 
 @dataclass(frozen=True)
 class Home:
-    """THAW_HOME. Directories are made 0700 by `create`."""
+    """The state directory, THAW_HOME. `create` makes it and its directories with mode 0700."""
 
     root: Path
 
     @classmethod
     def from_environment(cls) -> Home:
         given = Path(os.environ.get("THAW_HOME") or "~/.thaw").expanduser().absolute()
-        # A link there is refused by `check`; one further up may be the system's own, as /var/run.
+        # A link is kept, so that `check` refuses it. Links above it may be the system's own, such
+        # as /var/run.
         return cls(given if given.is_symlink() else given.resolve())
 
     @property
@@ -48,14 +52,12 @@ class Home:
 
     @property
     def supervisor_file(self) -> Path:
-        """The file with the running supervisor and its services
-        (`thaw.launcher.status.MeshStatus`).
-        """
+        """The file with the status of the supervisor and its services (`MeshStatus`)."""
         return self.run / "supervisor.json"
 
     @property
     def plan_file(self) -> Path:
-        """The file with the supervisor's plan (`thaw.launcher.plan.MeshPlan`), secrets included."""
+        """The file with the supervisor's plan (`MeshPlan`), secrets included."""
         return self.run / "mesh.json"
 
     @property
@@ -72,9 +74,9 @@ class Home:
 
     @property
     def start_lock_file(self) -> Path:
-        """The file that a `thaw up` locks while it starts the mesh.
+        """The file that `thaw up` locks while it starts the mesh.
 
-        The supervisor holds `lock_file` as long as it lives.
+        The supervisor locks `lock_file` as long as it runs.
         """
         return self.run / "start.lock"
 
@@ -84,6 +86,7 @@ class Home:
 
     @property
     def digest(self) -> str:
+        """A short hash of the path, which makes names outside the directory unique."""
         return hashlib.sha256(str(self.root).encode()).hexdigest()[:8]
 
     def log(self, service: str) -> Path:
@@ -91,11 +94,19 @@ class Home:
 
     @property
     def existing(self) -> Path:
-        """The state directory, or the nearest directory above it that is there."""
+        """The state directory, or else the nearest path above it that exists."""
         return next(p for p in (self.root, *self.root.parents) if p.exists())
 
     def check(self, nodes: tuple[str, ...] = ("node-0",)) -> None:
-        """Raises `CommandError` where `create` would, without making anything."""
+        """Check that `create` can make the directories, without making any.
+
+        Args:
+            nodes: Names of the nodes, which are part of the paths of sockets.
+
+        Raises:
+            CommandError: The path is too long for Unix sockets, cannot be written, or another user
+                could write to it.
+        """
         longest = max(len(os.fsencode(self.root / _LONGEST_SOCKET.format(node=n))) for n in nodes)
         if longest > SOCKET_PATH_LIMIT:
             raise CommandError(
@@ -138,7 +149,14 @@ class Home:
         )
 
     def create(self, nodes: tuple[str, ...] = ("node-0",)) -> None:
-        """Make the directories; raises `CommandError` where they cannot be used."""
+        """Make the directories.
+
+        Args:
+            nodes: As for `check`.
+
+        Raises:
+            CommandError: They cannot be made or used.
+        """
         self.check(nodes)
         try:
             for directory in (self.root, self.run, self.logs, self.models, self.nodes):
@@ -153,12 +171,12 @@ class Home:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace `path` at once and durably with `text`, readable by its owner only."""
+    """Replace a file with `text`, atomically and durably; only its owner can read it."""
     write_durably(path, text.encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`; None if the file is not there or not JSON."""
+    """Return the JSON object in a file; None if there is no such file, or no object in it."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -1,8 +1,9 @@
 """Device time of requests: the time of each step, split among its requests by tokens.
 
-All time that the device spends on a model is charged, the time between the results of one step and
-the next step included, as long as there are requests to charge it to. Work of no request is counted
-by its cause (docs/adr/0097), so that requests and causes together have the time of all steps.
+All time that the device spends on a model is charged, as long as there are requests to charge it
+to. That includes the time between the results of one step and the beginning of the next one. Work
+of no request is counted by its cause (docs/adr/0097). Requests and causes together therefore have
+the time of all steps.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass, field
 OWN = ""
 """Cause of work that no start of another model made necessary."""
 _NOTHING: Mapping[str, int] = {}
-_CAUSES = 64
-"""Causes that are remembered: older ones have been reported."""
+_MAX_CAUSES = 64
+"""Causes that are kept. The oldest one is dropped for a new one: its seconds have been reported."""
 
 
 @dataclass(slots=True)
@@ -30,20 +31,26 @@ class StepCosts:
     closed_s: float = 0.0
     """Seconds of ended requests that were reported to their gateways."""
     _by_request: dict[str, float] = field(default_factory=dict)
+    """Seconds charged to each open request."""
     _reported: dict[str, float] = field(default_factory=dict)
+    """The part of `_by_request` that the request's gateway knows."""
     _tokens: dict[str, int] = field(default_factory=dict)
+    """Computed tokens of each open request, recomputed ones included."""
     _credits: dict[str, float] = field(default_factory=dict)
-    """Seconds that others have paid in advance for what a request computes again."""
-    _surplus_s: float = 0.0
-    """Paid in advance for requests that have ended: the next steps cost so much less."""
+    """Seconds that others have paid in advance for the tokens that a request computes again."""
+    _unused_credits_s: float = 0.0
+    """Credits of requests that have ended. They reduce the cost of the next steps."""
     _counted_until: float | None = None
+    """The time up to which the present step is charged; None: between steps."""
     _carried_s: float = 0.0
+    """Seconds after the last split of earlier steps, which the next split charges."""
     _is_charged: bool = False
+    """The present step had a split."""
 
     @property
     def prepaid_s(self) -> float:
-        """Seconds that are charged, and will be worked off by later steps."""
-        return self._surplus_s + sum(self._credits.values())
+        """Seconds that are charged in advance: later steps charge so much less."""
+        return self._unused_credits_s + sum(self._credits.values())
 
     @property
     def charged_s(self) -> float:
@@ -51,7 +58,7 @@ class StepCosts:
         return self.closed_s + sum(self._by_request.values())
 
     def begin(self, now: float) -> None:
-        """A step begins; times are in seconds of one clock."""
+        """Begin a step. All times are seconds of the same clock."""
         self._counted_until, self._is_charged = now, False
 
     def split(self, now: float, tokens: Mapping[str, int], background: Mapping[str, int] = _NOTHING) -> None:
@@ -67,8 +74,8 @@ class StepCosts:
             return
         spent = self._carried_s + now - self._counted_until
         self._counted_until, self._carried_s, self._is_charged = now, 0.0, True
-        paid = min(spent, self._surplus_s)
-        self._surplus_s -= paid
+        paid = min(spent, self._unused_credits_s)
+        self._unused_credits_s -= paid
         spent -= paid
         for cause, count in background.items():
             self._add_background(cause, spent * count / total)
@@ -80,21 +87,21 @@ class StepCosts:
             self._by_request[request_id] = self._by_request.get(request_id, 0.0) + share - paid
             self._tokens[request_id] = self._tokens.get(request_id, 0) + count
 
-    def move(self, victim: str, lost: int, payers: Mapping[str, int]) -> None:
-        """Charge the requests that took a request's memory with what its lost tokens had cost it.
+    def charge_preemption(self, victim: str, lost_tokens: int, payers: Mapping[str, int]) -> None:
+        """Charge the cost of a victim's lost tokens to the requests that took its memory.
 
-        The victim computes them again for nothing, up to that amount.
+        The victim gets the same amount as a credit: it is not charged again for these tokens.
 
         Args:
             victim: The request that lost its keys and values.
-            lost: The tokens that these were of.
+            lost_tokens: Number of tokens whose keys and values it lost.
             payers: Open requests that needed the memory, with their weights.
         """
         others = {request_id: weight for request_id, weight in payers.items() if request_id != victim}
         total, computed = sum(others.values()), self._tokens.get(victim, 0)
         if not total or not computed:
             return
-        cost = (self._by_request[victim] - self._credits.get(victim, 0.0)) * min(1.0, lost / computed)
+        cost = (self._by_request[victim] - self._credits.get(victim, 0.0)) * min(1.0, lost_tokens / computed)
         if cost <= 0:
             return
         self._credits[victim] = self._credits.get(victim, 0.0) + cost
@@ -102,11 +109,12 @@ class StepCosts:
             self._by_request[request_id] = self._by_request.get(request_id, 0.0) + cost * weight / total
 
     def end(self, now: float, *, has_more: bool) -> bool:
-        """The step ends. Return True if it was charged.
+        """End the step. Return True if `split` has charged it.
 
         Args:
             now: The present time.
-            has_more: Requests are left, to which the time since the last split is charged.
+            has_more: Requests are left. The next step's first split charges them for the time since
+                this step's last one.
         """
         if self._counted_until is not None:
             rest, self._counted_until = now - self._counted_until, None
@@ -119,18 +127,18 @@ class StepCosts:
         return self._is_charged
 
     def report(self, request_id: str) -> float:
-        """Return the seconds of an open request so far, which is sent to its gateway."""
+        """Return the seconds of an open request so far, and count them as sent to its gateway."""
         seconds = self._by_request.get(request_id, 0.0)
         self._reported[request_id] = seconds
         return seconds
 
     def close(self, request_id: str) -> None:
-        """A request ended. What was not reported of it is work of no request.
+        """Close an ended request; an unknown one is ignored.
 
-        Unknown ids are ignored.
+        Seconds that were not reported to its gateway become work of no request.
         """
         self._tokens.pop(request_id, None)
-        self._surplus_s += self._credits.pop(request_id, 0.0)
+        self._unused_credits_s += self._credits.pop(request_id, 0.0)
         reported = self._reported.pop(request_id, 0.0)
         self.closed_s += reported
         unreported = self._by_request.pop(request_id, 0.0) - reported
@@ -139,5 +147,5 @@ class StepCosts:
 
     def _add_background(self, cause: str, seconds: float) -> None:
         self.background_s[cause] = self.background_s.get(cause, 0.0) + seconds
-        if len(self.background_s) > _CAUSES:
+        if len(self.background_s) > _MAX_CAUSES:
             del self.background_s[next(c for c in self.background_s if c != OWN)]

@@ -1,7 +1,7 @@
 """Write the grammar of a response with tool calls, from the description of the model's family.
 
-A grammar is written in llguidance's dialect of Lark, with a JSON schema for the arguments of each
-tool, or for each argument where the family writes them in another notation.
+The grammar is in llguidance's dialect of Lark. It has a JSON schema for the arguments of each tool,
+or for each argument where the family writes arguments in another notation.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shared.tool_calls.families import FAMILIES
 from shared.tool_calls.family import CallObject, Channels, Family, NamedCall
 
 MAX_CALLS = 16
-"""Most calls of one response that a grammar allows."""
+"""Most calls that a grammar allows in one response."""
 _ANY = r"TEXT: /(.|\n)*/"
 
 
 def tags_of(form: ToolFormat) -> tuple[str, ...]:
-    """Tags that frame calls, which may be special tokens."""
+    """Return the tags of a family's calls, each of which may be a special token of a vocabulary."""
     return FAMILIES[form].tags
 
 
@@ -34,9 +34,10 @@ def write_tool_grammar(
 
     Args:
         request: Its `mode` is `auto` or `required`.
-        form: The form of calls.
-        special: Ids of those tags that are special tokens, which no text consists of.
-        content: In mode `auto`: the format of a response without calls.
+        form: The family whose notation of calls the model uses.
+        special: Token ids of the tags that are special tokens of the model's vocabulary. The
+            grammar demands these tokens, since ordinary tokens of the same text are no tag.
+        content: In mode `auto`: the format of a response without calls; None: any text.
 
     Raises:
         InvalidRequest: The schemas are too large together, `content` cannot be combined, or the
@@ -58,11 +59,19 @@ class _Framed:
     request: ToolRequest
 
     def rules(self, content: OutputFormat | None) -> list[str]:
+        """Return the rules from `start`.
+
+        In free text, `opening` begins the calls. `call_rest` is the text after it: all calls of a
+        family that writes a list, else one call.
+        """
         family, text, request = self.family, self.text, self.request
         begin = family.begin + family.list_begin + family.call_begin
-        opening = "" if family.is_anchored else family.opening
-        first = begin.removeprefix(family.begin) if family.is_anchored else begin.removeprefix(opening)
-        end = family.end if not family.is_anchored else family.end.removesuffix(family.tags[-1] if family.tags else "")
+        if family.is_anchored:  # its tags around all calls are optional, and are left out
+            opening, rest_begin = "", begin.removeprefix(family.begin)
+            end = family.end.removesuffix(family.tags[-1] if family.tags else "")
+        else:
+            opening, rest_begin = family.opening, begin.removeprefix(family.opening)
+            end = family.end
         is_list = bool(family.begin or family.is_anchored)
         rules = [f"body: {' | '.join(f'body_{i}' for i in range(len(request.tools)))}"]
         for i, tool in enumerate(request.tools):
@@ -70,10 +79,10 @@ class _Framed:
         frame = f"body {text.write(family.call_end)}"
         if is_list:
             more = f"({text.write(family.separator + family.call_begin)} {frame})"
-            rules.append(f"call_rest: {text.write(first)} {frame} {self._repeat(more)} {text.write(end)}")
+            rules.append(f"call_rest: {text.write(rest_begin)} {frame} {self._repeat(more)} {text.write(end)}")
             rules.append(f"calls: {text.write(opening)} call_rest")
         else:
-            rules.append(f"call_rest: {text.write(first)} {frame}")
+            rules.append(f"call_rest: {text.write(rest_begin)} {frame}")
             rules.append(f"call: {text.write(opening)} call_rest")
             rules.append(f"calls: call {self._repeat(f'({text.write(family.separator)} call)')}")
         if request.mode == "required":
@@ -101,7 +110,10 @@ class _Framed:
         ]
 
     def _free_text(self, opening: str, *, is_list: bool) -> list[str]:
-        """Rules of a response in which the model decides whether it calls."""
+        """Rules of a response in which the model decides whether it calls a tool.
+
+        Without an opening, a response is a call or text by its first character.
+        """
         if not opening:
             first = (self.family.list_begin or "{")[0]
             return ['start: calls | PLAIN | ""', rf"PLAIN: /[^\{first} \t\r\n](.|\n)*/"]
@@ -112,7 +124,7 @@ class _Framed:
 
 
 def _channel_rules(request: ToolRequest, text: MarkedText, content: OutputFormat | None) -> list[str]:
-    """Rules of Harmony: reasoning or not, then one call, whose end is the end of the response."""
+    """Rules of Harmony: reasoning or none, then one call, with which the response ends."""
     next_message = "<|end|><|start|>assistant"
     analysis, rules = text.write_until("ANALYSIS", next_message, [])
     call = "<|channel|>commentary to=functions."
@@ -131,9 +143,11 @@ def _channel_rules(request: ToolRequest, text: MarkedText, content: OutputFormat
 
 
 def _content(content: OutputFormat, family: Family) -> str:
-    """Write a response without calls.
+    """Write the rule of a response without calls.
 
-    Calls of anchored families begin as JSON may, so a lexer cannot separate the two.
+    Raises:
+        InvalidRequest: The format is no JSON schema, or the family is anchored: its calls begin as
+            JSON may, so a lexer cannot separate the two.
     """
     if content.kind != "json_schema" or family.is_anchored:
         raise InvalidRequest(

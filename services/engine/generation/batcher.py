@@ -448,7 +448,7 @@ class Batcher:
         missing = self._prepared.preempt(max(0, -self._unused_blocks(plan)))
         needing = self._find_needing_memory(plan) if missing else {}
         for sequence in self._waiting if missing else ():
-            self._costs.move(sequence.request.request_id, sequence.computed, needing)
+            self._costs.charge_preemption(sequence.request.request_id, sequence.computed, needing)
             sequence.preempt()
 
     def _find_needing_memory(self, plan: StepPlan) -> Mapping[str, int]:
@@ -464,7 +464,7 @@ class Batcher:
         needing = self._find_needing_memory(plan) if plan.preempted else {}
         for key in reversed(plan.preempted):
             victim = self._running[key]
-            self._costs.move(victim.request.request_id, victim.computed, needing)
+            self._costs.charge_preemption(victim.request.request_id, victim.computed, needing)
             self._preempt(key)
         for _ in plan.admitted:
             sequence = self._waiting.popleft()

@@ -57,10 +57,11 @@ class Records:
         return f"{self.prefix}pool"
 
     @contextmanager
-    def sole(self) -> Iterator[None]:
-        """Be the only loader of this node.
+    def hold_lock(self) -> Iterator[None]:
+        """Lock the state, so that this loader is the only one of its node.
 
-        Raises `Conflict` if another one runs, whose memory this one would take.
+        Raises:
+            Conflict: Another loader runs with this state, and this one would take its memory.
         """
         self._weights.mkdir(parents=True, exist_ok=True)
         fd = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,6 +1,7 @@
 """Records on disk from which the next agent adopts running engines.
 
-There is one file per instance, the newest epoch, and the crashes of executors by model.
+There is a file for each instance, one for the newest epoch of a scheduler, and one for the crashes
+of executors by model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CRASHES: TypeAdapter[dict[str, int]] = TypeAdapter(dict[str, int])
 class Record(Frozen):
     """The record of one instance.
 
-    Args:
+    Attributes:
         machine_boot: The kernel's boot id: monotonic times and pids are invalid after a reboot.
         phases: Phases of the start, with times on the monotonic clock.
     """
@@ -41,22 +42,30 @@ class Record(Frozen):
 
 
 class Records:
-    """Files under `<node_state>/agent`: a process finds what its predecessor wrote last.
+    """Files in which an agent leaves its state to the next one.
 
-    A disk error is logged and serving continues; adoption may fail later.
+    A disk error is logged, and serving continues. The next agent may then fail to adopt an engine.
     """
 
     def __init__(self, agent_directory: Path) -> None:
+        """Make the directory.
+
+        Args:
+            agent_directory: `<node_state>/agent`.
+
+        Raises:
+            OSError: The directory cannot be made.
+        """
         self._directory = agent_directory / "instances"
         self._epoch = agent_directory / "epoch"
         self._crashes = agent_directory / "crashes.json"
         self._lock = agent_directory / "lock"
-        self._boot = machine_boot()
+        self._boot = read_boot_id()
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @contextmanager
-    def sole(self) -> Iterator[None]:
-        """Be the only agent of this node.
+    def hold_lock(self) -> Iterator[None]:
+        """Lock the state, so that this agent is the only one of its node.
 
         Raises:
             Conflict: Another agent runs with this state, and would start and stop the same engines.
@@ -82,15 +91,16 @@ class Records:
             _log_failure(path, e)
 
     def charges_path(self, instance_id: str) -> Path:
-        """Return the file of an engine's meters, which is kept as long as the record."""
+        """Return the file of an engine's meters (`ChargePage`), which is kept with the record."""
         return self._directory / f"{instance_id}.charges"
 
     def forget(self, instance_id: str) -> None:
-        (self._directory / f"{instance_id}.json").unlink(missing_ok=True)
-        self.charges_path(instance_id).unlink(missing_ok=True)
+        """Remove the files of an instance that has ended."""
+        _remove(self._directory / f"{instance_id}.json")
+        _remove(self.charges_path(instance_id))
 
     def load(self) -> Iterator[Record]:
-        """Every readable record of this boot; records of earlier boots are removed."""
+        """Yield the readable records of this boot, and remove those of earlier boots."""
         try:
             recover_records(self._directory)
         except OSError as e:
@@ -104,15 +114,16 @@ class Records:
                     path.rename(path.with_suffix(".unreadable"))
                 continue
             if record.machine_boot != self._boot:
-                path.unlink(missing_ok=True)
-                path.with_suffix(".charges").unlink(missing_ok=True)
+                _remove(path)
+                _remove(path.with_suffix(".charges"))
                 continue
             yield record
 
     def save_epoch(self, epoch: int) -> None:
         _replace(self._epoch, str(epoch))
 
-    def epoch(self) -> int:
+    def load_epoch(self) -> int:
+        """Return the newest epoch of a scheduler; 0 if there is none."""
         try:
             return int(self._epoch.read_text())
         except FileNotFoundError:
@@ -124,7 +135,7 @@ class Records:
     def save_crashes(self, crashes: Mapping[str, int]) -> None:
         _replace(self._crashes, json.dumps(dict(crashes)))
 
-    def crashes(self) -> dict[str, int]:
+    def load_crashes(self) -> dict[str, int]:
         """Return the number of crashes of executors by model."""
         try:
             return _CRASHES.validate_json(self._crashes.read_bytes())
@@ -137,11 +148,12 @@ class Records:
             return {}
 
 
-def machine_boot() -> str:
+def read_boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _replace(path: Path, text: str) -> None:
+    """Replace a rarely written file atomically; this may block for longer than `write_record`."""
     temporary = path.with_suffix(path.suffix + ".new")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -150,6 +162,13 @@ def _replace(path: Path, text: str) -> None:
         temporary.replace(path)
     except OSError as e:
         _log_failure(path, e)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as e:
+        log.error("failed to remove a record", extra={"path": str(path), "error": str(e)})
 
 
 def _log_failure(path: Path, error: OSError) -> None:

@@ -16,9 +16,16 @@ log = logging.getLogger(__name__)
 
 
 class CpuDevice:
-    """`cpu:N`. `info.budget_bytes` is the limit for all engines together."""
+    """A cpu device."""
 
     def __init__(self, budget_bytes: int, device_id: str = "cpu:0", *, is_separate: bool = False) -> None:
+        """Describe the device.
+
+        Args:
+            budget_bytes: The limit for all engines of the device together.
+            device_id: `cpu:N`.
+            is_separate: The device has `budget_bytes` of its own, which weights are copied into.
+        """
         total = budget_bytes if is_separate else psutil.virtual_memory().total
         name = platform.processor() or platform.machine()
         self.info = DeviceInfo(device_id, "cpu", name, total, budget_bytes, memory="separate" if is_separate else "unified")
@@ -32,8 +39,8 @@ class CpuDevice:
                 found[pid] = measured
         return found
 
-    def used_bytes(self, private: int, shared: int) -> int:
-        return private + shared
+    def used_bytes(self, private_bytes: int, shared_bytes: int) -> int:
+        return private_bytes + shared_bytes
 
     def _measure(self, pid: int) -> int | None:
         try:
@@ -48,9 +55,9 @@ class CpuDevice:
 
 
 def private_pss(pid: int) -> int | None:
-    """The process's PSS without shared memory, in bytes; None if it has none.
+    """Return a process's PSS without shared memory, in bytes; None if the process has no memory.
 
-    Weight segments are shared memory.
+    Shared memory contains the weights, which are counted once for all engines.
 
     Raises:
         PermissionError: This process may not ptrace the other one.
@@ -64,7 +71,7 @@ def private_pss(pid: int) -> int | None:
 
 
 def private_rss(pid: int) -> int | None:
-    """Resident anonymous and file pages in bytes; None if the process has no memory."""
+    """Return the resident anonymous and file pages in bytes; None if the process has no memory."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -86,7 +93,7 @@ def available_bytes() -> int:
 
 
 def oom_kills() -> int | None:
-    """Number of kernel OOM kills since boot; None if unknown."""
+    """Return the number of OOM kills by the kernel since boot; None if unknown."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             key, _, value = line.partition(" ")

@@ -47,8 +47,8 @@ class CudaDevice:
             raise
         return {p.pid: int(p.usedGpuMemory) for p in running if p.pid in wanted and p.usedGpuMemory is not None}
 
-    def used_bytes(self, private: int, shared: int) -> int:
-        """All bytes in use on the device, by any process."""
+    def used_bytes(self, private_bytes: int, shared_bytes: int) -> int:
+        """Return all bytes in use on the device, by any process; the arguments have no effect."""
         return int(self._ask(self._nvml.nvmlDeviceGetMemoryInfo, self._handle).used)
 
     def _ask(self, call: Callable[[Any], Any], argument: Any) -> Any:

@@ -25,40 +25,44 @@ def open_devices(
 ) -> dict[str, Device]:
     """Open the node's devices, by id.
 
-    A budget derived from available memory is stored in `budgets`, and reused while engines of an
-    earlier agent run (`adopting`), because their memory is not available now.
-    `nodes`: the machine's NUMA nodes; None: as the kernel shows them.
+    With `THAW_DEVICES=auto`, a GPU that cannot be read is left out.
+
+    Args:
+        settings: The nodeagent's settings.
+        budgets: The JSON file of the devices' budgets, which this call replaces.
+        adopting: Engines of an earlier agent run. The budget of cpu:0 is then read from `budgets`
+            instead of derived from the available memory, which lacks the memory of these engines.
+        nodes: The machine's NUMA nodes; None: as the kernel shows them.
 
     Raises:
-        DeviceMissing: A device in THAW_DEVICES does not exist.
+        DeviceMissing: A device in THAW_DEVICES does not exist or cannot be read.
+        OSError: `budgets` cannot be written.
     """
     wanted = parse_devices(settings.devices)
     nvml = load_nvml() if wanted is None or any(w.kind == "cuda" for w in wanted) else None
     count = int(nvml.nvmlDeviceGetCount()) if nvml is not None else 0
-    named = wanted is not None
+    is_explicit = wanted is not None
     if wanted is None:
         wanted = (*cpu_devices(nodes if nodes is not None else numa_nodes()), *(WantedDevice(f"cuda:{i}") for i in range(count)))
     found: dict[str, Device] = {}
-    for device in wanted:
-        if device.kind == "cpu":
-            budget = _cpu_budget(device, settings, budgets, adopting)
-            found[device.device_id] = CpuDevice(budget, device.device_id, is_separate=device.is_separate)
+    for each in wanted:
+        if each.kind == "cpu":
+            budget = _cpu_budget(each, settings, budgets, adopting)
+            found[each.device_id] = CpuDevice(budget, each.device_id, is_separate=each.is_separate)
             continue
-        index = int(device.device_id.split(":")[1])
+        index = int(each.device_id.split(":")[1])
         if nvml is None or index >= count:
-            raise DeviceMissing(
-                f"THAW_DEVICES names {device.device_id}, but this machine has {count} CUDA devices that NVML can see"
-            )
-        share = device.share if device.share is not None else settings.cuda_share
+            raise DeviceMissing(f"THAW_DEVICES names {each.device_id}, but this machine has {count} CUDA devices that NVML can see")
+        share = each.share if each.share is not None else settings.cuda_share
         try:
-            found[device.device_id] = CudaDevice(nvml, index, share, device.bytes)
+            found[each.device_id] = CudaDevice(nvml, index, share, each.bytes)
         except DeviceFailed as fault:
-            if named:
-                raise DeviceMissing(f"THAW_DEVICES names {device.device_id}: {fault.message}") from fault
-            log.error("a device is left out", extra={"device": device.device_id, "reason": fault.message})
-    budgets.write_text(json.dumps({d: v.info.budget_bytes for d, v in found.items()}))
-    for device_id, opened in found.items():
-        log.info("device", extra={"device": device_id, "device_name": opened.info.name, "budget_bytes": opened.info.budget_bytes})
+            if is_explicit:
+                raise DeviceMissing(f"THAW_DEVICES names {each.device_id}: {fault.message}") from fault
+            log.error("a device is left out", extra={"device": each.device_id, "reason": fault.message})
+    budgets.write_text(json.dumps({device_id: device.info.budget_bytes for device_id, device in found.items()}))
+    for device_id, device in found.items():
+        log.info("device", extra={"device": device_id, "device_name": device.info.name, "budget_bytes": device.info.budget_bytes})
     return found
 
 
@@ -67,22 +71,32 @@ def _cpu_budget(wanted: WantedDevice, settings: NodeagentSettings, budgets: Path
         return wanted.bytes
     if adopting:
         try:
-            return int(json.loads(budgets.read_text())["cpu:0"])
+            return int(json.loads(budgets.read_text())[wanted.device_id])
         except (OSError, ValueError, KeyError):
-            log.warning("failed to read the stored budget of cpu:0; computing a new one", extra={"path": str(budgets)})
+            log.warning(
+                "failed to read the stored budget; computing a new one", extra={"device": wanted.device_id, "path": str(budgets)}
+            )
     share = wanted.share if wanted.share is not None else settings.cpu_share
     return max(1, int((available_bytes() - parse_bytes(settings.cpu_reserve)) * share))
 
 
-def device_status(device: Device, reserved: int, used: int, executor: int = 0) -> DeviceStatus:
+def device_status(device: Device, reserved_bytes: int, used_bytes: int, executor_bytes: int = 0) -> DeviceStatus:
+    """Return a device's status.
+
+    Args:
+        device: The device.
+        reserved_bytes: Booked for instances.
+        used_bytes: Measured.
+        executor_bytes: The part of `reserved_bytes` for the device's executor.
+    """
     info = device.info
     return DeviceStatus(
         device_id=info.device_id,
         kind=info.kind,
         name=info.name,
         budget_bytes=info.budget_bytes,
-        reserved_bytes=reserved,
-        executor_bytes=executor,
-        used_bytes=used,
+        reserved_bytes=reserved_bytes,
+        executor_bytes=executor_bytes,
+        used_bytes=used_bytes,
         memory=info.memory,
     )

@@ -41,6 +41,13 @@ class Device(Protocol):
         """
         ...
 
-    def used_bytes(self, private: int, shared: int) -> int:
-        """Bytes in use, given the measured private memory and weight segments. Blocking."""
+    def used_bytes(self, private_bytes: int, shared_bytes: int) -> int:
+        """Return the bytes of the device that are in use.
+
+        Blocking.
+
+        Args:
+            private_bytes: Measured private memory of all engines.
+            shared_bytes: Weights, each segment once.
+        """
         ...

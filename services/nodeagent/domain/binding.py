@@ -1,7 +1,8 @@
-"""Late binding: the device of a shared instance is decided when its model is attached (ADR 0081).
+"""Late binding: the nodeagent decides the device of a shared instance at its start (ADR 0081).
 
-The scheduler plans a device and grants others of the node (`StartInstance.grant`). It cannot know
-what they do at the moment of the start; this agent does.
+The scheduler plans a device, and grants others of the node (`StartInstance.grant`). Only the
+nodeagent knows which of them compute and load at the moment of the start. This module reads that
+from its state; `late_binding.choose` has the rules.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _COMPUTING = (InstanceState.READY, InstanceState.DRAINING)
 
 
 def bind(state: NodeState, command: StartInstance, reservation: Reservation) -> Binding | None:
-    """Choose the device of a start among its planned and granted ones with room.
+    """Choose the device of a start: the planned device, or one of the granted ones.
 
     Returns:
-        The binding; None: nothing was granted, or no device has room now.
+        The binding; None: no device was granted, or none of them has room now.
     """
     if not command.grant or len(command.device_ids) != 1:
         return None
@@ -43,8 +44,8 @@ def load_of(state: NodeState, device_id: str, weights_id: str) -> DeviceLoad:
     """Return what a device does now, for a start of a model with these weights."""
     traffic = state.traffic
     is_resident = weights_id in traffic.whole.get(device_id, frozenset())
-    holders = [d for d, whole in traffic.whole.items() if d != device_id and weights_id in whole]
-    speeds = [traffic.speeds.get((d, device_id), 0.0) for d in holders if count_running(state, d)]
+    peers = [d for d, whole in traffic.whole.items() if d != device_id and weights_id in whole]
+    speeds = [traffic.speeds.get((d, device_id), 0.0) for d in peers if count_running(state, d)]
     return DeviceLoad(
         device_id,
         running=count_running(state, device_id),
@@ -72,10 +73,9 @@ def _list_on(state: NodeState, device_id: str) -> list[Instance]:
 
 
 def _neighbour_loads(state: NodeState, device_id: str) -> Loads:
-    """Return the loads on the bus that a device shares.
+    """Return the worst load by the devices that share a device's bus.
 
-    A load that the loader reports of no known start counts as heavy, and so does a model that has
-    not been measured.
+    A load that belongs to no known start counts as heavy.
     """
     worst: Loads = "none"
     for neighbour in state.traffic.list_neighbours(device_id):
@@ -88,18 +88,20 @@ def _neighbour_loads(state: NodeState, device_id: str) -> Loads:
 
 
 def is_heavy(state: NodeState, command: StartInstance) -> bool:
-    """True if loads of neighbours slow the model's starts down, as far as was measured."""
+    """True if loads of neighbours slow the model's starts down, or that has not been measured."""
     return state.start_times.get(_key(command), StartTimes()).is_heavy
 
 
 def prepare(transition: Transition, instance: Instance) -> None:
-    """Have the loader begin to load a start whose device this agent has decided."""
+    """Have the loader begin to load, if the nodeagent and not the scheduler chose the device."""
     if instance.command.grant:
         transition.emit(Prepare(instance.instance_id))
 
 
-def on_ready(transition: Transition, instance: Instance, took_s: float) -> None:
-    """Measure an attach: a start in a running executor that copied its weights from host memory.
+def record_start_time(transition: Transition, instance: Instance, took_s: float) -> None:
+    """Record the time of a start that copied its weights from host memory, in a running executor.
+
+    Other starts do not show how much loads of neighbours slow a model down, and are ignored.
 
     Args:
         transition: The decision.

@@ -186,7 +186,7 @@ def on_report(transition: Transition, report: EngineReport) -> None:
             transition.change(instance, state=InstanceState.READY, progress=1.0, phase=None, suspend_state=lap)
             measured_after_s = _MEASURED_AFTER_S if instance.is_shared else 0.0
             transition.emit(Publish(is_awaited=True), Measure(instance.instance_id, measured_after_s), Assess(instance.instance_id))
-            binding.on_ready(transition, instance, transition.now - begun)
+            binding.record_start_time(transition, instance, transition.now - begun)
         case "failed" if instance.state is not InstanceState.FAILED:
             if report.error is not None and report.error.code == MemoryExceeded.code:
                 isolation.separate(transition, instance)

@@ -32,8 +32,8 @@ class HostMemoryAsGpu:
     def private_bytes(self, pids: Iterable[int]) -> dict[int, int]:
         return {pid: footprint([pid]).pss for pid in pids}
 
-    def used_bytes(self, private: int, shared: int) -> int:
-        return private + shared
+    def used_bytes(self, private_bytes: int, shared_bytes: int) -> int:
+        return private_bytes + shared_bytes
 
 
 GAUGE = MemoryUsage({"cuda:0": HostMemoryAsGpu()})

@@ -186,7 +186,7 @@ async def test_destination_that_dies_is_replaced(gateway: Served, node: FakeNode
 async def test_handover_completes_although_the_source_dies(
     gateway: Served, node: FakeNode, dead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hand-over completes without a source that dies.
+    """A hand-off completes without a source that dies.
 
     It dies before the gateway asks it to stop, while it handles that, or without ever stopping.
     """

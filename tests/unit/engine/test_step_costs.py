@@ -69,13 +69,13 @@ def test_requests_that_take_memory_pay_for_what_is_computed_again() -> None:
     costs = StepCosts()
     costs.begin(0.0)
     costs.split(8.0, {"victim": 8})
-    costs.move("victim", 4, {"victim": 5, "b": 1, "c": 3})
+    costs.charge_preemption("victim", 4, {"victim": 5, "b": 1, "c": 3})
     assert [costs.report(name) for name in ("victim", "b", "c")] == [8.0, 1.0, 3.0]
     costs.split(11.0, {"victim": 4})
     assert costs.report("victim") == 8.0, "it computes again what the others have paid for"
     costs.split(13.0, {"victim": 1})
     assert costs.report("victim") == 9.0
-    costs.move("b", 1, {"c": 1})  # computed nothing yet: it has lost nothing
+    costs.charge_preemption("b", 1, {"c": 1})  # computed nothing yet: it has lost nothing
     assert (costs.report("b"), costs.report("c")) == (1.0, 3.0)
 
 
@@ -84,7 +84,7 @@ def test_payments_for_a_request_that_ends_are_taken_off_the_next_steps() -> None
     costs.begin(0.0)
     costs.split(8.0, {"victim": 8})
     costs.report("victim")
-    costs.move("victim", 8, {"b": 1})
+    costs.charge_preemption("victim", 8, {"b": 1})
     costs.close("victim")
     costs.split(10.0, {"b": 1})
     costs.split(19.0, {"b": 1})
@@ -123,7 +123,7 @@ def test_charges_add_up_to_the_time_of_all_steps(steps: list[_Step]) -> None:
     for computing, rest, tokens, background, taken, ended in [*steps, last]:
         costs.begin(now)
         if taken is not None and taken[2] in tokens:
-            costs.move(taken[0], taken[1], {taken[2]: 1})
+            costs.charge_preemption(taken[0], taken[1], {taken[2]: 1})
         costs.split(now + computing, tokens, background)
         if ended is not None:
             reported += costs.report(ended) if computing > 5 else 0.0
@@ -208,13 +208,13 @@ def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_perce
     for module in ("batcher", "device_loop"):
         monkeypatch.setattr(f"services.engine.generation.{module}.time", clock)
     draw, meter = random.Random(7), _Meter(clock)
-    taken, move = list[str](), StepCosts.move
+    taken, charge_preemption = list[str](), StepCosts.charge_preemption
 
-    def record_move(costs: StepCosts, victim: str, lost: int, payers: Mapping[str, int]) -> None:
+    def record_charge(costs: StepCosts, victim: str, lost_tokens: int, payers: Mapping[str, int]) -> None:
         taken.append(victim)
-        move(costs, victim, lost, payers)
+        charge_preemption(costs, victim, lost_tokens, payers)
 
-    monkeypatch.setattr(StepCosts, "move", record_move)
+    monkeypatch.setattr(StepCosts, "charge_preemption", record_charge)
     charged: dict[str, float] = {}
     ended: set[str] = set()
     grew = threading.Condition()

@@ -20,7 +20,7 @@ from weights.pool.shm import SHM, segments
 @pytest.fixture
 def records(tmp_path: Path) -> Iterator[Records]:
     records = Records(tmp_path / "loader", segment_prefix(tmp_path, "n"))
-    with records.sole():
+    with records.hold_lock():
         yield records
 
 
@@ -120,7 +120,7 @@ def test_memory_of_another_node_is_unchanged(tmp_path: Path, records: Records, p
 
 
 def test_second_loader_of_a_node_is_refused(tmp_path: Path, records: Records) -> None:
-    with pytest.raises(Conflict, match="Another loader runs"), Records(tmp_path / "loader", "thaw-x-").sole():
+    with pytest.raises(Conflict, match="Another loader runs"), Records(tmp_path / "loader", "thaw-x-").hold_lock():
         pass
 
 

@@ -35,7 +35,7 @@ class Gpu:
         self.readings += 1
         return {p: n for p, n in self.by_pid.items() if p in set(pids)}
 
-    def used_bytes(self, private: int, shared: int) -> int:
+    def used_bytes(self, private_bytes: int, shared_bytes: int) -> int:
         return self.used
 
 

@@ -27,8 +27,8 @@ class Host:
         self.read.update(found := list(pids))
         return dict.fromkeys(found, 90)
 
-    def used_bytes(self, private: int, shared: int) -> int:
-        return private + shared
+    def used_bytes(self, private_bytes: int, shared_bytes: int) -> int:
+        return private_bytes + shared_bytes
 
 
 def instance(number: int, pid: int, *, is_shared: bool) -> Instance:

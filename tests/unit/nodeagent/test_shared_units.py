@@ -1,4 +1,7 @@
-"""Weights that instances of a separate device share are charged once."""
+"""Weights that instances of a separate device share are charged once.
+
+Each instance books 100 bytes, of which 80 are weights, unless a test says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from shared.unit_charges import BookedWeights, SharedUnits
 DEVICE = ("cpu:1",)
 BASE, TUNED = BookedWeights("base", 80), BookedWeights("tuned", 80)
 LOADED = SharedUnits(mapped_bytes=80, unmapped={"base": 0, "tuned": 16}, exclusive={"base": 16})
-"""The base is mapped; the fine-tune has 64 bytes of it and 16 of its own."""
+"""The base is mapped. The fine-tune consists of 64 bytes of the base and 16 bytes of its own."""
 
 
 def ledger(units: SharedUnits | None = None, budget: int = 150) -> Ledger:
@@ -62,13 +65,13 @@ def test_instances_without_pages_share_nothing() -> None:
     assert both.sum_reserved("cpu:1") == 200
 
 
-CACHES = SharedUnits(is_lending=True)
+LENDING = SharedUnits(is_lending=True)
 
 
 def test_caches_that_borrow_pages_book_their_floors_and_the_largest_growth() -> None:
     """Of 100 bytes each, 80 are weights and the floor is 5: 15 of growth count once."""
     one, two = (BookedWeights(name, 80, elastic_bytes=15) for name in ("one", "two"))
-    both = ledger(CACHES, budget=185).book("a", DEVICE, 100, one).book("b", DEVICE, 100, two)
+    both = ledger(LENDING, budget=185).book("a", DEVICE, 100, one).book("b", DEVICE, 100, two)
     assert both.sum_reserved("cpu:1") == 185
     larger = BookedWeights("three", 80, elastic_bytes=40)
     assert both.refusal(DEVICE, 125, weights=larger) is not None
@@ -95,11 +98,14 @@ _NAMES = ("a", "b", "c", "d")
     st.integers(0, 1),
 )
 def test_the_charge_is_never_less_than_the_pages_of_the_instances(
-    units: dict[str, frozenset[int]], mapped_then: set[str], known: set[str], running: list[str], rounding: int
+    units: dict[str, frozenset[int]], mapped_at_report: set[str], known: set[str], running: list[str], rounding: int
 ) -> None:
-    """Whatever ran when the loader reported, and whichever weights it knew."""
-    mapped = frozenset[int]().union(*(units[n] for n in mapped_then))
-    known |= mapped_then
+    """The report may be older than the instances, and need not know their weights.
+
+    Pages have a byte here, and `rounding` is the part of a page that the weights do not fill.
+    """
+    mapped = frozenset[int]().union(*(units[n] for n in mapped_at_report))
+    known |= mapped_at_report
     others = {n: frozenset[int]().union(*(units[m] for m in known - {n})) for n in known}
     report = SharedUnits(
         len(mapped),
@@ -108,7 +114,7 @@ def test_the_charge_is_never_less_than_the_pages_of_the_instances(
     )
     booked = [BookedWeights(n, len(units[n]) - rounding, rounding_bytes=rounding) for n in running]
     pages = len(frozenset[int]().union(*(units[n] for n in running)))
-    gone = [BookedWeights(n, len(units[n]) - rounding, rounding_bytes=rounding) for n in _NAMES if n not in running]
-    for left in ((), gone):
-        charge = sum(b.nbytes for b in booked) - report.saving(booked, left)
+    ended = [BookedWeights(n, len(units[n]) - rounding, rounding_bytes=rounding) for n in _NAMES if n not in running]
+    for gone in ((), ended):
+        charge = sum(b.nbytes for b in booked) - report.saving(booked, gone)
         assert pages <= charge <= sum(b.nbytes + b.rounding_bytes for b in booked)

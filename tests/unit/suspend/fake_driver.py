@@ -80,5 +80,5 @@ class FakeGpu:
     def private_bytes(self, pids: object) -> dict[int, int]:
         return dict(self._driver.device_bytes()) if self._sees_pids else {}
 
-    def used_bytes(self, private: int, shared: int) -> int:
+    def used_bytes(self, private_bytes: int, shared_bytes: int) -> int:
         return sum(self._driver.device_bytes().values())

@@ -1,0 +1,60 @@
+"""An agent's view of its predecessor's records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.nodeagent.adapters.records import Records
+from services.nodeagent.domain.state import Instance
+from shared.errors import Conflict
+from tests.unit.nodeagent.world import World
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path / "agent")
+
+
+@pytest.fixture
+def instance() -> Instance:
+    world = World("cpu:0")
+    world.ready("a", 7)
+    return world["a"]
+
+
+def test_the_next_agent_finds_instances_epoch_and_crashes(records: Records, instance: Instance, tmp_path: Path) -> None:
+    records.save(instance, ())
+    records.save_epoch(3)
+    records.save_crashes({"m": 2})
+    successor = Records(tmp_path / "agent")
+    assert [r.instance for r in successor.load()] == [instance]
+    assert (successor.load_epoch(), successor.load_crashes()) == (3, {"m": 2})
+    successor.forget("a")
+    assert (list(records.load()), list((tmp_path / "agent" / "instances").iterdir())) == ([], [])
+
+
+def test_records_of_an_earlier_boot_are_removed(records: Records, instance: Instance, tmp_path: Path) -> None:
+    records.save(instance, ())
+    path = tmp_path / "agent" / "instances" / "a.json"
+    (found,) = records.load()
+    path.write_text(found.model_copy(update={"machine_boot": "earlier"}).model_dump_json())
+    records.charges_path("a").touch()
+    assert list(records.load()) == []
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_record_that_cannot_be_removed_is_logged(records: Records, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "agent" / "instances" / "a.json").mkdir()
+    records.charges_path("a").touch()
+    records.forget("a")
+    assert "failed to remove a record" in caplog.text
+    assert not records.charges_path("a").exists()
+
+
+def test_a_second_agent_with_the_same_state_is_refused(records: Records, tmp_path: Path) -> None:
+    with records.hold_lock(), pytest.raises(Conflict, match="Another nodeagent runs"), Records(tmp_path / "agent").hold_lock():
+        pass
+    with Records(tmp_path / "agent").hold_lock():
+        pass

@@ -61,7 +61,7 @@ TICK_S = 0.1
 IDLE_TICK_S = 1.0
 _STARTING_RETRY_MS = 1_000
 _ADMIN_WAIT_S = 2.0
-_CATCH_UP_S = 2.0
+_CATALOG_TIMEOUT_S = 2.0
 
 
 def byte_limits(settings: GatewaySettings) -> ByteLimits:
@@ -70,7 +70,7 @@ def byte_limits(settings: GatewaySettings) -> ByteLimits:
 
 
 def _minute() -> int:
-    """Return the present minute since 1970, which gateways of several hosts share."""
+    """Return the present minute of Unix time, by which latencies of several gateways are merged."""
     return int(time.time() // 60)
 
 
@@ -92,6 +92,7 @@ class Gateway:
         """Create a gateway that has not joined the mesh yet.
 
         Args:
+            gateway_id: Name of the gateway on the mesh; by default a new one.
             is_exposed: Other machines can reach the HTTP endpoint.
         """
         self.id = gateway_id or uuid.uuid4().hex
@@ -201,7 +202,7 @@ class Gateway:
         task.add_done_callback(self._idempotent_tasks.discard)
 
     def close(self, request: ActiveRequest, origin: RequestOrigin) -> None:
-        """The response is written or abandoned: release the request, and log it."""
+        """Release and log a request whose response is written or abandoned."""
         request.cancel()
         self.engines.forget(request.attempt.id)
         del self._requests[request.ticket.id]
@@ -213,7 +214,7 @@ class Gateway:
             self._latencies.record(trace, is_met, _minute())
 
     def _meter(self, request: ActiveRequest, origin: RequestOrigin) -> None:
-        """Record what the request used, before its client has the end of the response."""
+        """Record the usage of a request, before its client has the end of the response."""
         if (record := usage_record(request, origin.caller.name)) is not None:
             self.budgets.on_record(origin.caller.key, record)
             self.usage.record(record, request.ticket.id)
@@ -293,7 +294,7 @@ class Gateway:
 
     def probe(self, ticket: Ticket) -> None:
         self._probe.start(ticket)
-        self._catch_up(self._requests[ticket.id])
+        self._read_missed_messages(self._requests[ticket.id])
 
     def on_requeued(self, ticket: Ticket) -> None:
         request = self._requests[ticket.id]
@@ -306,13 +307,14 @@ class Gateway:
     # Events from the mesh.
 
     def _on_reconnected(self) -> None:
-        """NATS may have stored or lost messages while this gateway was not connected."""
+        """Look for messages that NATS stored or lost while this gateway was not connected."""
         self.dispatcher.on_reconnected(time.monotonic())
         for request in list(self._requests.values()):
-            self._catch_up(request)
+            self._read_missed_messages(request)
 
     @staticmethod
-    def _catch_up(request: ActiveRequest) -> None:
+    def _read_missed_messages(request: ActiveRequest) -> None:
+        """Read what NATS stored for the request; only idempotent requests have stored messages."""
         if request.idempotency is not None:
             request.idempotency.catch_up()
 
@@ -342,7 +344,7 @@ class Gateway:
                     self.engines.drop_adapter(route.status.instance_id, name)
 
     def on_key_removed(self, digest: str) -> None:
-        """An API key was revoked: end its requests."""
+        """End the requests of an API key that was revoked."""
         for request in list(self._requests.values()):
             if request.key_digest == digest and not request.completion.is_done:
                 error = AuthenticationFailed("The API key was revoked while this request was active", should_retry=False)
@@ -386,7 +388,7 @@ class Gateway:
         self.has_joined = True
 
     async def _note_open(self) -> None:
-        """Keep the device time of open requests, until cancelled."""
+        """Note the device time of open requests at intervals, until cancelled."""
         while True:
             await self._opened.wait()
             await asyncio.sleep(OPEN_INTERVAL_S)
@@ -394,8 +396,9 @@ class Gateway:
             self.usage.note_open([usage for usage in found if usage is not None])
 
     async def _tick(self) -> None:
-        """Check deadlines until cancelled; rarely while no request is in flight, so that an idle
-        gateway costs little.
+        """Check deadlines until cancelled.
+
+        Checks are rare while no request is in flight, so that an idle gateway costs little.
         """
         with self.mesh.on_reconnect(self._on_reconnected):
             while True:
@@ -424,7 +427,7 @@ class Gateway:
     async def wait_for_state(self, path: str) -> None:
         """Wait until the models and API keys that `path` needs have been read.
 
-        A gateway that has just been restarted must not use up its clients' few retries.
+        Requests wait instead of failing, since a restart must not use up clients' few retries.
 
         Raises:
             Unavailable: They could not be read within `starting_timeout`.
@@ -449,21 +452,21 @@ class Gateway:
     async def await_model(self, name: str) -> None:
         """Let the catalogue catch up if it lacks a model: it may have been registered just now."""
         if not self.catalog.has(name):
-            await self.catch_up()
+            await self.catch_up_catalog()
 
     async def hide_model(self, name: str) -> ModelNotFound:
         """Return the error for a model that the caller's key may not use.
 
-        It takes as long as for a model that does not exist (`await_model`), so that time does not
-        show which names do.
+        Takes as long as `await_model` does for a model that does not exist: response times do not
+        reveal which models exist.
         """
-        await self.catch_up()
+        await self.catch_up_catalog()
         return unknown_model(name)
 
-    async def catch_up(self) -> None:
-        """Let the catalogue catch up with what was registered before this call."""
+    async def catch_up_catalog(self) -> None:
+        """Let the catalogue catch up with the registrations before this call."""
         if self.catalog_watcher is not None:
-            await self.catalog_watcher.catch_up(_CATCH_UP_S)
+            await self.catalog_watcher.catch_up(_CATALOG_TIMEOUT_S)
 
     def begin_closing(self) -> None:
         """Refuse new requests; active ones continue."""

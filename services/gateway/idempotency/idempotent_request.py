@@ -2,8 +2,8 @@
 
 Owner: the request passes through the dispatcher as any other, but the gateway records the engine
 under the key before it sends the request, and the engine replies on a captured subject. At the end
-the key is `done`, also if a stream broke off of which the client has a part; it is deleted if
-there is nothing to replay.
+the key is `done`, also if the stream broke off after the client received some of it; the key is
+deleted if there is nothing to replay.
 
 Follower: the gateway replays the captured response from its first message on. It becomes the owner
 when the owner's lease expires, and continues from the owner's state: in the queue, or with the
@@ -15,9 +15,9 @@ and this record, or between the record and the key's end. A follower that has re
 its end therefore waits for the key's end in the background, and takes over the key of an owner that
 is gone. Records of one response have its id, so that it counts once (docs/adr/0095).
 
-Missed messages: NATS may have stored messages that the owner missed, as during a restart, and may
-have lost messages that the owner received. The owner therefore reads the stored messages before
-it has a response continued, and has it continued where they end (docs/adr/0039).
+Missed and lost messages: NATS may have stored messages that the owner missed, as during a restart,
+and may have lost messages that the owner received. Before another engine continues a response, the
+owner therefore reads the stored messages; the engine continues where they end (docs/adr/0039).
 """
 
 from __future__ import annotations
@@ -49,17 +49,15 @@ from services.gateway.domain.followed_usage import FollowedResponse
 from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Stage
 from services.gateway.idempotency.abandoned import claim_if_abandoned
+from services.gateway.idempotency.missed_messages import MissedMessages
 from services.gateway.idempotency.replay import REPLAY_TIMEOUT_S, Replay
 from services.gateway.idempotency.store_retry import retry_store
 from services.gateway.requests.active_request import ActiveRequest
-from services.gateway.requests.response_reader import Attempt
 from shared.contracts import subjects
 from shared.errors import DeadlineExceeded, EngineFailed, IdempotencyKeyReused, ThawError, Unavailable
 from shared.tasks import end
 
 log = logging.getLogger(__name__)
-_GAP_TIMEOUT_S = 5.0
-"""The gateway expects missing messages from the stored stream for this long."""
 
 
 def require_same_request(place: Claim | ExistingKey, request: str) -> Claim | ExistingKey:
@@ -94,11 +92,12 @@ class IdempotentRequest:
         """Start as the owner of the key if `place` is a claim, else as a follower.
 
         Args:
+            place: The claim on the key, or the key's entry that another request owns.
             new_entry: The entry to create if the key is deleted while it is followed.
             on_metered: Called with the id of the response when the key has ended and no other
                 gateway can have recorded what it used.
-            on_followed_end: Called when the key of a followed response has ended, which its owner
-                therefore has recorded.
+            on_followed_end: Called when the key of a followed response has ended: its owner has
+                recorded the usage.
         """
         self._gateway_id = gateway_id
         self._store = store
@@ -111,14 +110,13 @@ class IdempotentRequest:
         self._on_metered = on_metered
         self._on_followed_end = on_followed_end
         self._found: ExistingKey | None = None
-        """The followed key as it was last seen."""
+        """The followed key, as last read; None for an owner."""
         self._claim: Claim | None = None
         self._replay = Replay(store, request)
         self._sending: asyncio.Task[None] | None = None
         self._send_lock = asyncio.Lock()
         self._attempt_reply = ""
-        self._catching_up: asyncio.Task[None] | None = None
-        self._gap_timer: asyncio.TimerHandle | None = None
+        self._missed = MissedMessages(self._replay, request, dispatcher, self._find_live_entry)
         self._releases_key = False
         self._settled = asyncio.Event()
 
@@ -126,16 +124,25 @@ class IdempotentRequest:
         """Run until the request has ended and the key records it."""
         spec = self._request.card.spec
         try:
-            async with asyncio.timeout(spec.queue.timeout + spec.response_timeout) as limit:
+            async with asyncio.timeout(spec.queue.timeout + spec.response_timeout):
                 with store_errors_as_unavailable():
                     await self._run()
+        except TimeoutError:  # of this limit: those of the store are `Unavailable`
+            if not self._request.completion.is_done:
+                error = DeadlineExceeded("The first request with this Idempotency-Key was not answered in time. Repeat the request")
+                self._dispatcher.on_abort(self._ticket, error, time.monotonic())
         except ThawError as e:
-            timeout = DeadlineExceeded("The first request with this Idempotency-Key was not answered in time. Repeat the request")
-            self._request.completion.fail(timeout if limit.expired() else e)
+            self._fail_here(e)
         finally:
             self._settled.set()
-            await self._stop_catching_up()
+            await self._missed.stop()
             await self._replay.stop()
+
+    def _fail_here(self, error: ThawError) -> None:
+        """Fail the request here; its engine, if it has one, continues for the key's next owner."""
+        if not self._request.completion.is_done:
+            self._dispatcher.on_disowned(self._ticket, time.monotonic())
+            self._request.completion.fail(error)
 
     async def _run(self) -> None:
         place: Claim | ExistingKey | None = self._place
@@ -174,14 +181,11 @@ class IdempotentRequest:
                 await self._start(claim.entry)
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if self._request.completion.is_done:
-                    await self._record_end(claim)  # with a lease: this may wait for the store
+                    await self._record_end(claim)  # while the lease is renewed: this may wait for the store
                     return
         finally:
             await end(*ends)
-        self._dispatcher.on_disowned(self._ticket, time.monotonic())
-        self._request.completion.fail(
-            Unavailable("Another gateway serves this Idempotency-Key now. Repeat the request", should_retry=True)
-        )
+        self._fail_here(Unavailable("Another gateway serves this Idempotency-Key now. Repeat the request", should_retry=True))
 
     async def _start(self, entry: Entry) -> None:
         """Queue the request, or continue with the engine that the entry names."""
@@ -193,7 +197,7 @@ class IdempotentRequest:
                 dispatcher.on_request(self._ticket, self._request.card.spec.queue.max_waiting, time.monotonic())
             return
         dispatcher.on_adopted(self._ticket, entry.attempt_id, entry.instance_id, entry.node, now)
-        self._find_instance(entry)
+        self._note_instance(entry)
         self._attempt_reply = entry.reply
         if self._replay.subject != entry.reply:
             await retry_store(partial(self._replay.read, entry))
@@ -206,14 +210,18 @@ class IdempotentRequest:
             message = self._request.infer_message()
             self._replay.on_stop(await self._engines.send_again(message, self._request, entry.reply))
 
-    def _find_instance(self, entry: Entry) -> None:
-        """Note the devices that generated the response, if the instance is known."""
+    def _note_instance(self, entry: Entry) -> None:
+        """Note the instance whose devices generate the response, if it is known."""
         route = self._dispatcher.routes.get(entry.instance_id)
         if route is not None and self._request.stats.instance is None:
             self._request.stats.instance = route.status
 
     async def _read_parts(self, entry: Entry) -> None:
-        """Read the parts of a response whose last attempt has ended. Raises `EngineFailed`."""
+        """Read the parts of a response whose last attempt has ended.
+
+        Raises:
+            EngineFailed: The response can neither be continued nor start again.
+        """
         await retry_store(partial(self._replay.read, entry))
         if not self._request.can_resume:
             self._replay.require_restartable()
@@ -237,7 +245,7 @@ class IdempotentRequest:
     async def _begin_attempt(self, attempt_id: str, route: Route) -> None:
         claim, ticket = self._claim, self._ticket
         assert claim is not None
-        await self._stop_catching_up()
+        await self._missed.stop()
         await self._replay.stop()
         if not self._is_sent_as(attempt_id):
             return
@@ -259,7 +267,7 @@ class IdempotentRequest:
         return self._ticket.attempt_id == attempt_id and self._ticket.stage is Stage.SENT
 
     async def _parts_to_continue(self, before: Entry) -> tuple[ResponsePart, ...]:
-        """Read what was missed of the last attempt; return the parts that the next one continues.
+        """Read the missed messages of the last attempt; return the parts that the next continues.
 
         Raises:
             EngineFailed: The response has begun, and cannot be continued.
@@ -278,49 +286,20 @@ class IdempotentRequest:
 
     def catch_up(self) -> None:
         """Read the engine's messages from the store too; live ones may have been missed."""
-        if self._can_catch_up() and (self._catching_up is None or self._catching_up.done()):
-            self._catching_up = asyncio.create_task(self._catch_up(), name="idempotency catch-up")
+        self._missed.catch_up()
 
     def recover_gap(self) -> bool:
-        """Expect the missing messages from the store; false if it does not have them either."""
-        if not self._can_catch_up():
-            return False
-        if self._replay.subject != self._attempt_reply:
-            self.catch_up()
-        if self._gap_timer is None:
-            attempt = self._request.attempt
-            later = asyncio.get_running_loop().call_later
-            self._gap_timer = later(_GAP_TIMEOUT_S, self._on_gap_timeout, attempt, attempt.next_seq)
-        return True
+        """Expect the missing messages from the store; False if it does not have them either."""
+        return self._missed.recover_gap()
 
-    def _can_catch_up(self) -> bool:
-        claim = self._claim
-        if claim is None or self._replay.is_delivering or self._request.completion.is_done:
-            return False
-        entry = claim.entry
-        return bool(entry.reply) and entry.reply == self._attempt_reply and self._is_sent_as(entry.attempt_id)
+    def _find_live_entry(self) -> Entry | None:
+        """Return the key's entry while this gateway receives the messages of the attempt in it."""
+        entry = self._claim.entry if self._claim is not None else None
+        if entry is None or not entry.reply or entry.reply != self._attempt_reply or not self._is_sent_as(entry.attempt_id):
+            return None
+        return entry
 
-    async def _catch_up(self) -> None:
-        assert self._claim is not None
-        try:
-            await retry_store(partial(self._replay.catch_up, self._claim.entry))
-        except (NatsError, TimeoutError) as e:
-            log.info("failed to read the stored messages of a response", extra={"error": repr(e)})
-
-    def _on_gap_timeout(self, attempt: Attempt, first_missing: int) -> None:
-        """Continue the response elsewhere, unless the missing messages have arrived."""
-        self._gap_timer = None
-        if self._request.attempt is attempt and attempt.next_seq == first_missing and not self._request.completion.is_done:
-            gap = EngineFailed(f"Messages of {self._ticket.model} were lost: number {first_missing} is missing")
-            self._dispatcher.on_message_gap(self._ticket, gap, time.monotonic())
-
-    async def _stop_catching_up(self) -> None:
-        if self._gap_timer is not None:
-            self._gap_timer.cancel()
-            self._gap_timer = None
-        if self._catching_up is not None:
-            await end(self._catching_up)
-            self._catching_up = None
+    # The end of the key.
 
     async def _record_end(self, claim: Claim) -> None:
         try:
@@ -349,7 +328,7 @@ class IdempotentRequest:
             self._on_metered(claim.entry.answer_id)
 
     async def _give_up_key(self, claim: Claim) -> None:
-        """Let another request have the response completed, of which NATS has lost messages."""
+        """Give up the key of a response of which NATS has lost messages."""
         entry = claim.entry
         part = await self._replay.stored_part(entry)
         is_resumable = self._ticket.is_resumable and self._request.completion.error is None
@@ -358,7 +337,7 @@ class IdempotentRequest:
             extra={"model": self._ticket.model, "stored": part.messages, "resumable": is_resumable},
         )
         if not part.messages:
-            await claim.release()  # the next owner has the same attempt sent again
+            await claim.release()  # the next owner sends the same attempt again
         elif is_resumable:
             await claim.release_parts((*entry.parts, part))
         else:
@@ -367,8 +346,8 @@ class IdempotentRequest:
     def _is_worth_keeping(self) -> bool:
         """True if a repetition of the request shall get this response.
 
-        It also gets a stream that broke off after the client received some of it, rather than
-        another response.
+        Once a client has received some of a stream that broke off, a repetition replays that stream
+        rather than generate another response.
         """
         completion, response = self._request.completion, self._request.response
         if completion.has_client_left:
@@ -383,8 +362,7 @@ class IdempotentRequest:
         The engine continues for the gateway that the client retries on.
         """
         self._releases_key = True
-        self._dispatcher.on_disowned(self._ticket, time.monotonic())
-        self._request.completion.fail(error)
+        self._fail_here(error)
 
     # The follower.
 
@@ -392,7 +370,7 @@ class IdempotentRequest:
         """Replay the response of another request.
 
         Returns:
-            None once it has been read; else the claim on the key, or the key to follow next.
+            None once the response has been read; else the claim on the key, or the key to follow.
         """
         self._ticket.stage = Stage.FOLLOWING
         self._request.response.is_replay = True
@@ -420,7 +398,7 @@ class IdempotentRequest:
         async with claim.renewed():
             if claim.entry.reply == self._replay.subject:
                 self._claim = claim
-                self._find_instance(claim.entry)
+                self._note_instance(claim.entry)
                 self._request.meter()
                 await self._record_end(claim)
             else:
@@ -452,7 +430,7 @@ class IdempotentRequest:
             if found.entry.state == "running" and not found.entry.owner:
                 return await self._take_over(found)
             if found.entry.reply and await self._replay.has_lost_parts(found.entry):
-                continue  # its owner may still finish for its own client; the next one starts again
+                continue  # its owner may still finish for its own client; the key's next owner starts again
             await self._replay.follow(found.entry)
 
     async def _take_over(self, found: ExistingKey) -> Claim | ExistingKey:
@@ -472,7 +450,7 @@ class IdempotentRequest:
         return require_same_request(await self._store.claim_or_get(found.key, self._new_entry), self._new_entry.request)
 
     async def _restart(self, key: str) -> Claim | ExistingKey:
-        """The key was deleted, because its attempt failed: claim it."""
+        """Claim a key that was deleted, because its attempt failed or its response is gone."""
         self._replay.require_restartable()
         self._request.restart()
         await self._replay.stop()

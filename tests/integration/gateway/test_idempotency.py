@@ -21,10 +21,11 @@ from shared.contracts import subjects
 from shared.contracts.inference import InferRequest
 from shared.contracts.node import InstanceState
 from shared.errors import Conflict, EngineFailed
+from shared.messaging.streams import catalog_bucket
 from shared.ports import free_port
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.integration.gateway.test_process import answers, spawn
-from tests.support.fake_engine import WORDS, FakeEngine, FakeNode, Run, drain, speak
+from tests.support.fake_engine import WORDS, FakeEngine, FakeNode, Run, card_of, drain, speak
 from tests.support.servers import NatsServer
 
 URL = "/v1/chat/completions"
@@ -351,6 +352,18 @@ async def test_followers_receive_the_failure_without_a_retry(gateway: Served, no
     await until(lambda: _waited_for(node))
     go.set()
     assert [(await a).status_code for a in (first, second)] == [500, 500]
+
+
+async def test_follower_whose_owner_never_finishes_gets_504(gateway: Served, node: FakeNode) -> None:
+    """The owner renews its claim, and its request never ends."""
+    brief = card_of("brief", queue={"max_waiting": 8, "timeout": 0.2}, response_timeout=0.3)
+    bucket = await catalog_bucket(node.mesh.nc.jetstream())
+    await bucket.put(subjects.token("brief"), brief.model_dump_json().encode())
+    await until_listed(gateway, (*CARDS, brief))
+    request = gateway.http.build_request("POST", URL, json=chat("brief"), headers=KEY)
+    async with (await claimed(node, request.content)).renewed():
+        answer = await gateway.http.send(request)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
 async def test_followers_survive_a_draining_engine(gateway: Served, node: FakeNode, serve: ServeFn) -> None:

@@ -42,7 +42,8 @@ from services.scheduler.domain.events import DemandReceived
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity
-from services.scheduler.domain.state.volatile import Estimate, LoaderPresence
+from services.scheduler.domain.state.measurements import Estimate
+from services.scheduler.domain.state.volatile import LoaderPresence
 from shared.contracts.demand import Demand
 from shared.contracts.loader import CachedModel, LinkStatus
 from shared.contracts.plans import PlanRecord

@@ -23,8 +23,8 @@ _INTRODUCTION = """\
 # What was run where
 
 Use this page to see on which engines, versions, processors and model families Thaw's tests have run,
-and which [client libraries](#client-libraries) were tried.
-`docs/generate_what_ran.py` generates it from results of tests in `docs/what-ran.d`. To add a machine, run
+and which [client libraries](#client-libraries) work with the gateway. `docs/generate_what_ran.py` makes
+it from the results in `docs/what-ran.d`. To add a machine, run
 
 ```sh
 make engines
@@ -41,19 +41,20 @@ weights. `test_families` compares the builtin engine's tokens with those of tran
 _CLIENTS = """
 ## Client libraries
 
-Each library in its newest version with the gateway and a demo model of the builtin engine, on {cores} cores
-({cpu}), Python {python}. The results are those of the latest run of each library (`--only LIBRARY` runs one):
+Each library ran with the gateway and a demo model of the builtin engine, on {cores} cores ({cpu}), Python
+{python}. The table has the version and the results of its latest run (`--only LIBRARY` runs one):
 
 ```sh
 {command}
 ```
 
-A number is how many of the library's APIs worked in that case; "-" means that the library has none for it.
-The model has random weights, so the probes in `bench/clients/probes` check the protocol: types, JSON
-valid by its schema, finish reasons, token counts, and the library's own exceptions.
+A number is how many of the library's APIs worked in that case; "-": the library has no API for it. The
+column `openai` has the version of the `openai` package that the library uses. The model has random
+weights, so the probes in `bench/clients/probes` check the protocol: types, JSON valid by its schema,
+finish reasons, token counts, and the library's own exceptions.
 
 """
-_HEAD = "| engine | version | model family | tests | in |\n| --- | --- | --- | --- | --- |\n"
+_HEAD = "| engine | version | model family | tests | test modules |\n| --- | --- | --- | --- | --- |\n"
 
 
 def page() -> str:
@@ -62,9 +63,9 @@ def page() -> str:
     ran = {row["engine"] for machine in machines for row in machine["rows"] if row["passed"]}
     missing = [f"`{engine}`" for engine in get_args(Engine) if engine not in ran]
     not_run = (
-        "\n## Not run\n\n| engine | hardware | |\n| --- | --- | --- |\n"
-        + ("" if any(m["machine"]["gpus"] for m in machines) else "| every engine | NVIDIA GPUs ([gpu.md](gpu.md)) | not run |\n")
-        + (f"| {', '.join(missing)} | every processor | not run |\n" if missing else "")
+        "\n## Not run\n\n| engine | hardware |\n| --- | --- |\n"
+        + ("" if any(m["machine"]["gpus"] for m in machines) else "| every engine | NVIDIA GPUs ([gpu.md](gpu.md)) |\n")
+        + (f"| {', '.join(missing)} | every processor |\n" if missing else "")
     )
     return _INTRODUCTION + "".join(_section(machine) for machine in machines) + not_run + _clients()
 
@@ -78,7 +79,7 @@ def _client_section(found: dict[str, Any]) -> str:
     head, *lines = table(found["libraries"])
     rows = [head, ["---"] * len(head), *lines]
     reasons = [f"- {library}, {way}: {outcome}. {reason}\n" for library, way, outcome, reason in remarks(found["libraries"])]
-    limits = "\nWhat was not offered or failed, with the reason:\n\n" + "".join(reasons) if reasons else ""
+    limits = "\nAPIs that are not offered, or failed, with the reason:\n\n" + "".join(reasons) if reasons else ""
     return about + "".join(f"| {' | '.join(row)} |\n" for row in rows) + limits
 
 

@@ -24,7 +24,7 @@ gateway refuse them.
 """
 PROBE = "probe"
 """API key of requests beside the clients, without limits."""
-Struck = Callable[[str | None, float], bool]
+WasStruck = Callable[[str | None, float], bool]
 """Whether a gateway (by name; None: any) has been struck since a time."""
 _THINK_S = (0.05, 0.6)
 _KEYED, _STREAMED, _SAMPLED, _TWINS = 0.35, 0.6, 0.3, 0.4
@@ -178,7 +178,7 @@ class Client(threading.Thread):
         url: str,
         work: Iterator[Job],
         gateway_of: Callable[[int], str | None],
-        struck: Struck,
+        struck: WasStruck,
         done: Callable[[Exchange], None],
     ) -> None:
         super().__init__(name=f"client-{number}", daemon=True)
@@ -240,7 +240,7 @@ class Client(threading.Thread):
         return retry_deferred(exchange, asker, self._struck)
 
 
-def retry_deferred(exchange: Exchange, asker: Asker, struck: Struck) -> Answer:
+def retry_deferred(exchange: Exchange, asker: Asker, struck: WasStruck) -> Answer:
     """Retry a request whose connection broke together with its gateway.
 
     A stream is retried at once, a whole response after the package's retries.

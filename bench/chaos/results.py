@@ -1,4 +1,4 @@
-"""Print a campaign's results by victim and by kind of fault.
+"""Results of a campaign by victim and by kind of fault.
 
 The figures are for docs/performance.d, the table is for docs/reliability.md.
 """
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.chaos.campaign import Findings, Struck
+from bench.chaos.campaign import Findings, Injection
 from bench.chaos.verdict import Exchange, Fate
 
 COLUMNS = ("strikes", "requests", "lost", "broken", "truncated", "wrong", "near tie", "twice", "5xx", "cut", "p50", "p99", "max")
@@ -18,7 +18,13 @@ COLUMNS = ("strikes", "requests", "lost", "broken", "truncated", "wrong", "near 
 
 @dataclass(frozen=True)
 class Row:
-    """`name`: a victim, a kind of fault, or `all`. Recovery in seconds."""
+    """The results of a group of faults.
+
+    Attributes:
+        name: A victim, a kind of fault in parentheses, or `all`.
+        strikes: Processes that were struck; in the row of a victim, those of its kind.
+        recoveries: Seconds of each fault from which the mesh recovered.
+    """
 
     name: str
     strikes: int
@@ -39,49 +45,51 @@ class Row:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """By the nearest rank; NaN of nothing."""
+    """Return a quantile by the nearest rank; NaN without values."""
     return sorted(values)[max(0, math.ceil(q * len(values)) - 1)] if values else math.nan
 
 
 def rows(findings: Findings) -> list[Row]:
-    """Return a row for each group of faults.
+    """Return a row for each victim and each kind of fault, and one for all.
 
-    A request counts for every fault whose time it overlaps, and so for several rows; in `all` once.
+    A request counts once in each row with a fault whose time it overlaps, and once in `all`.
     """
-    groups: dict[str, list[Struck]] = {}
-    for victim in sorted({s.victim for x in findings.struck for s in x.fault.strikes}):
-        groups[victim] = [x for x in findings.struck if victim in {s.victim for s in x.fault.strikes}]
-    for kind in ("kill", "stop", "pair"):
-        groups[f"({kind})"] = [x for x in findings.struck if x.fault.kind == kind]
-    every = list(zip(findings.exchanges, findings.fates, strict=True))
-    return [*(_row(name, struck, every) for name, struck in groups.items() if struck), _make_row("all", findings.struck, every)]
+    injections = findings.injections
+    victims = sorted({s.victim for i in injections for s in i.fault.strikes})
+    groups = [(v, [i for i in injections if any(s.victim == v for s in i.fault.strikes)]) for v in victims]
+    kinds = [(f"({kind})", [i for i in injections if i.fault.kind == kind]) for kind in ("kill", "stop", "pair")]
+    judged = list(zip(findings.exchanges, findings.fates, strict=True))
+    found = [_row(name, group, _overlapping(group, judged), victim=name) for name, group in groups]
+    found += [_row(name, group, _overlapping(group, judged)) for name, group in kinds if group]
+    return [*found, _row("all", injections, judged)]
 
 
-def _row(name: str, struck: Sequence[Struck], every: Sequence[tuple[Exchange, Fate]]) -> Row:
-    return _make_row(name, struck, [(e, f) for e, f in every if any(e.sent <= x.until and e.ended >= x.at for x in struck)])
+def _overlapping(group: Sequence[Injection], judged: Sequence[tuple[Exchange, Fate]]) -> list[tuple[Exchange, Fate]]:
+    return [(e, f) for e, f in judged if any(e.sent <= i.until and e.ended >= i.at for i in group)]
 
 
-def _make_row(name: str, struck: Sequence[Struck], requests: Sequence[tuple[Exchange, Fate]]) -> Row:
+def _row(name: str, group: Sequence[Injection], judged: Sequence[tuple[Exchange, Fate]], victim: str | None = None) -> Row:
+    """Return the row of a group; only strikes of `victim` count if that is given."""
     return Row(
         name=name,
-        strikes=sum(len(x.fault.strikes) if name in ("all", "(pair)", "(kill)", "(stop)") else 1 for x in struck),
-        requests=len(requests),
-        fates=Counter(f for _, f in requests),
-        server_errors=sum(e.server_errors for e, _ in requests),
-        cuts=sum(e.cuts for e, _ in requests),
-        recoveries=tuple(x.recovery_s for x in struck if x.recovery_s is not None),
+        strikes=sum(victim in (None, s.victim) for i in group for s in i.fault.strikes),
+        requests=len(judged),
+        fates=Counter(f for _, f in judged),
+        server_errors=sum(e.server_errors for e, _ in judged),
+        cuts=sum(e.cuts for e, _ in judged),
+        recoveries=tuple(i.recovery_s for i in group if i.recovery_s is not None),
     )
 
 
 def table(findings: Findings) -> str:
-    """In Markdown."""
+    """Return the rows as a table in Markdown."""
     lines = [f"| victim | {' | '.join(COLUMNS)} |", f"| --- |{' --- |' * len(COLUMNS)}"]
     lines += [f"| {r.name} | {' | '.join(r.cells())} |" for r in rows(findings)]
     return "\n".join(lines)
 
 
 def summary(findings: Findings) -> str:
-    """What the table does not say."""
+    """Return the results that are not in the table, a line for each."""
     left = {kind: len(names) for kind, names in findings.left.items()}
     kinds = Counter(e.job.kind for e in findings.exchanges)
     time = findings.device_time
@@ -90,7 +98,7 @@ def summary(findings: Findings) -> str:
         [
             f"{findings.duration_s:.0f} s; hosted engine: {findings.hosted}; requests by kind: {dict(sorted(kinds.items()))}",
             f"strikes skipped for want of a victim: {len(findings.skipped)}",
-            f"looks that saw memory booked twice: {len(findings.overbooked)}; booking faults at the end: {len(findings.booking_faults)}",
+            f"checks that found memory booked twice: {len(findings.overbooked)}; booking faults at the end: {len(findings.booking_faults)}",
             f"requests in the ledger: {findings.metered_requests}, {exactness}; metering faults: {len(findings.metering_faults)}",
             f"device-seconds in the ledger: {time.ledger_s:.2f}, {time.background_s:.2f} of them for no request; "
             f"by the engines' meters {time.metered_s:.2f}; {time.least_s:.2f} to {time.most_s:.2f} are possible",

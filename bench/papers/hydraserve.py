@@ -28,20 +28,21 @@ from simulator.report import Outcome
 from simulator.workloads.request import Request
 
 VLLM = vary_profile(baselines.FIFO, "serverless-vllm", clear=evict_none, keep=keep_setting, scale=scale)
-"""Section 8.1: "iterates through all GPU servers and selects the one with sufficient GPU
-resources"; the autoscaler is HydraServe's.
+"""Serverless vLLM. Section 8.1: it "iterates through all GPU servers and selects the one with
+sufficient GPU resources"; the autoscaler is HydraServe's.
 """
 SLLM = vary_profile(serverlessllm.PROFILE, "serverlessllm", keep=keep_setting, scale=scale)
 HYDRA = vary_profile(hydraserve.PROFILE, "hydraserve", clear=evict_none)
 KV_MB_13B = 0.82
 """KV cache of a token of Llama2-13B: 40 layers of 2 x 5120 values of 2 bytes."""
 SYSTEMS = (VLLM, SLLM, HYDRA, replace(HYDRA, name="hydraserve-cache"))
+"""The last one is HydraServe that caches weights in host memory (`second_test_bed`)."""
 
 
-def stages(count: int) -> Callable[[Ask, Sequence[Option], str], Option | None]:
-    """Return the pipeline of so many stages that answers first.
+def choose_stages(count: int) -> Callable[[Ask, Sequence[Option], str], Option | None]:
+    """Return a policy that chooses, among pipelines of `count` stages, the first to answer.
 
-    Models of up to 10 GB stay whole (artifact, algs.py: pipeline_parallel_static).
+    Models of up to 10 GiB start as one stage (artifact, algs.py: pipeline_parallel_static).
     """
 
     def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
@@ -53,7 +54,12 @@ def stages(count: int) -> Callable[[Ask, Sequence[Option], str], Option | None]:
 
 
 def startup(system: str, kinds: Sequence[str], slower: float = 1.0) -> Startup:
-    """The floors of the kinds of device, their mean if there are several."""
+    """Return the times of a start beside its bytes: `floors` of the constants, by system.
+
+    Args:
+        kinds: Kinds of device; the mean over them, since the simulator has one time for all.
+        slower: Factor of all times.
+    """
     vllm, sllm, ours = (fmean(c.floors(k)[n] for k in kinds) * slower for n in range(3))
     if system.startswith("hydraserve"):
         container, context, libraries = (ours * part for part in c.SPLIT)
@@ -82,13 +88,18 @@ def runtime(system: str, start: Startup, cached: bool, gather: float = c.GATHER.
 
 
 def first_test_bed(kind: str, system: str, slower: float = 1.0, cached: bool = False) -> ClusterFile:
-    """The four servers of one kind."""
+    """Return test bed (i), with the four servers of one kind alone. `slower`: as for `startup`."""
     group = nodes(kind, 4, 1 if kind == "a10" else 4, c.NETWORK.value, c.HOST_GB[kind])
     return ClusterFile(nodes=(group,), runtime=runtime(system, startup(system, [kind], slower), cached))
 
 
 def second_test_bed(system: str, slower: float = 1.0, gather: float = c.GATHER.value) -> ClusterFile:
-    """One start-up time for all: the mean over its 8 A10 and 16 V100."""
+    """Return test bed (ii), with 8 A10 and 16 V100, and the mean of their start-up times.
+
+    Args:
+        slower: As for `startup`.
+        gather: GB/s at which the KV cache of a group is gathered.
+    """
     a10 = nodes("a10", 2, 4, c.NETWORK_A10_II.value, c.HOST_GB["a10-ii"])
     v100 = nodes("v100", 4, 4, c.NETWORK.value, c.HOST_GB["v100"])
     start = startup(system, ["a10", "v100", "v100"], slower)
@@ -98,6 +109,12 @@ def second_test_bed(system: str, slower: float = 1.0, gather: float = c.GATHER.v
 def group(
     name: str, model: str, application: str, copies: int, scaled: float = 1.0, kv_per_token_mb: float = 0.5, table3: bool = False
 ) -> ModelGroup:
+    """Return `copies` models of an application.
+
+    Args:
+        scaled: Factor of the objectives.
+        table3: Summarization has Table 3's objective for the first token, not the artifact's.
+    """
     size = "13B" if "13B" in model else "7B"
     slo_ttft = c.TABLE3_SUMMARIZATION[size] if table3 and application == "summarization" else c.SLO_TTFT[application][size]
     return ModelGroup(
@@ -116,7 +133,7 @@ def group(
 
 
 def applications(scaled: float = 1.0, copies: int = c.INSTANCES, table3: bool = False) -> tuple[ModelGroup, ...]:
-    """Table 3: three applications, two models, 64 instances of each."""
+    """Return Table 3's models: three applications, two models, `copies` instances of each."""
     pairs = product(c.SLO_TTFT, ("Llama2-7B", "Llama2-13B"))
     return tuple(group(f"{a}-{m}", m, a, copies, scaled, table3=table3) for a, m in pairs)
 
@@ -131,6 +148,16 @@ def end_to_end(
     table3: float = False,
     **more: float,
 ) -> Case:
+    """Return a case of section 8.3: all applications on test bed (ii).
+
+    Args:
+        cv: Coefficient of variation of a model's arrivals.
+        rate: Requests per second, of all models together.
+        scaled: Factor of the objectives.
+        zipf: The n-th model has a share of 1/n^zipf of the requests.
+        table3: 1 for Table 3's objective of summarization (`group`).
+        more: Arguments of `second_test_bed`.
+    """
     models = applications(scaled, table3=bool(table3))
     names = tuple(names_of(list(models)))
     lengths = tuple(c.LENGTHS[n.split("-", 1)[0]] for n in names)
@@ -143,9 +170,9 @@ def end_to_end(
 
 
 def measure(outcome: Outcome) -> Figures:
-    """Attainment in percent; an unanswered request misses it.
+    """Return attainment in percent, in all and by application, and further figures.
 
-    Cost: memory held over time.
+    A request without an answer does not attain its objectives. Cost is device memory over time.
     """
     total: dict[str, int] = {}
     met: dict[str, int] = {}

@@ -23,7 +23,7 @@ HOPS_S = (c.HOP_S.value, 0.008, 0.02, 0.03, 0.04)
 
 def case(batch: int, consolidated: bool, hop_s: float = c.HOP_S.value) -> Case:
     model = h.group("Llama2-13B", "Llama2-13B", "chatbot", 1, kv_per_token_mb=h.KV_MB_13B)
-    profile = vary_profile(h.HYDRA, "hydraserve", choose=h.stages(STAGES))
+    profile = vary_profile(h.HYDRA, "hydraserve", choose=h.choose_stages(STAGES))
     requests = [Request(1.0, "Llama2-13B", TOKENS, TOKENS)] * batch
     shown = label(batch=str(batch), scaling="down" if consolidated else "none", hop_ms=1e3 * hop_s)
     machines = h.first_test_bed("v100", "hydraserve")

@@ -42,7 +42,7 @@ def machines(slower: float = 1.0, fetch_gb_s: float | None = None, hop_s: float 
 
 def profile_of(group: int | None) -> Profile:
     """Return HydraServe with pipelines of a fixed size; None: of the size that it chooses."""
-    return h.HYDRA if group is None else vary_profile(h.HYDRA, "hydraserve", choose=h.stages(group))
+    return h.HYDRA if group is None else vary_profile(h.HYDRA, "hydraserve", choose=h.choose_stages(group))
 
 
 def case(requests: int, group: int | None, cluster: ClusterFile, **shown: str) -> Case:

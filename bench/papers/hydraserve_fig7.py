@@ -19,8 +19,8 @@ PROFILES: dict[str, Profile] = {
     "serverless vLLM": h.VLLM,
     "ServerlessLLM": h.SLLM,
     "ServerlessLLM, cached": vary_profile(h.SLLM, "serverlessllm-cached"),
-    "HydraServe, one worker": vary_profile(h.HYDRA, "hydraserve", choose=h.stages(1)),
-    "HydraServe": vary_profile(h.HYDRA, "hydraserve", choose=h.stages(4)),
+    "HydraServe, one worker": vary_profile(h.HYDRA, "hydraserve", choose=h.choose_stages(1)),
+    "HydraServe": vary_profile(h.HYDRA, "hydraserve", choose=h.choose_stages(4)),
 }
 PROMPT = 128
 """Tokens; not stated, and of little weight: 24 ms to 37 ms."""

@@ -36,7 +36,7 @@ def case(kind: str, model: str, step: str, slower: float = 1.0) -> Case:
     machines = h.first_test_bed(kind, "serverless-vllm")
     machines = machines.model_copy(update={"runtime": machines.runtime.model_copy(update={"startup": start})})
     models = (h.group(model, model, "summarization", 1).model_copy(update={"kinds": frozenset()}),)
-    profile = vary_profile(h.HYDRA, "hydraserve", choose=h.stages(4 if at == 4 else 1))
+    profile = vary_profile(h.HYDRA, "hydraserve", choose=h.choose_stages(4 if at == 4 else 1))
     return Case(
         label(device=kind, model=model, step=step), machines, models, lambda seed: [Request(1.0, model, PROMPT, 8)], profile
     )

@@ -17,27 +17,33 @@ from simulator.policies.tangram_packing import Packing, Region, evict, merge_all
 
 NAME = "tangram-fig10"
 LAYERS = {"gpt20B": 44, "opt13B": 40, "yi9B": 48, "llama8B": 32, "opt6.7B": 32, "llama3B": 28, "qwen3B": 36, "opt1.3B": 24}
-"""From the models' published configurations."""
+"""Number of layers, from the models' published configurations."""
+EMBEDDING = 0.05
+"""Share of a model's bytes; the layers have the rest in equal parts."""
 PARTS = (0.25, 0.08, 0.335, 0.335)
-"""Of a layer: attention's input and output, the two halves of the feed-forward part; 5 % of the
-model is the embedding.
-"""
-PER_GB = 1000
-"""Sizes are in thousandths of a GB."""
+"""Shares of a layer: attention's input and output, and the two halves of the feed-forward part."""
+MB_PER_GB = 1000
+"""Sizes of tensors and regions are in MB."""
 Strategy = tuple[str, bool, Callable[[list[Region], Mapping[str, int]], Packing | None]]
+"""Name, whether eviction is by cost (else by chance), and the packing function."""
 STRATEGIES: tuple[Strategy, ...] = (("Rand+GM", False, merge_all), ("MCE+GM", True, merge_all), ("MCE+PGP", True, pack))
 
 
 def tensors(model: c.Model) -> dict[str, int]:
-    layer = 0.95 * model.gb * PER_GB / LAYERS[model.name]
-    found = {f"{model.name}/embedding": round(0.05 * model.gb * PER_GB)}
+    """Return the tensors of a model with their sizes, in MB."""
+    layer = (1 - EMBEDDING) * model.gb * MB_PER_GB / LAYERS[model.name]
+    found = {f"{model.name}/embedding": round(EMBEDDING * model.gb * MB_PER_GB)}
     for n in range(LAYERS[model.name]):
         found.update({f"{model.name}/{n}.{p}": max(1, round(layer * part)) for p, part in enumerate(PARTS)})
     return found
 
 
-def laid_out(regions: list[Region], packing: Packing, new: Mapping[str, int], costs: Mapping[str, float]) -> list[Region]:
-    """The chain after what is moved has been, with the new tensors in it."""
+def lay_out(regions: list[Region], packing: Packing, new: Mapping[str, int], costs: Mapping[str, float]) -> list[Region]:
+    """Return the regions of the pool after the packing's moves, with the new tensors placed.
+
+    Args:
+        costs: Seconds to load a MB of each model again, times its likelihood (Eq. 2).
+    """
     offset, at = 0, []
     for r in regions:
         if r.key:
@@ -54,43 +60,50 @@ def laid_out(regions: list[Region], packing: Packing, new: Mapping[str, int], co
 
 
 def play(strategy: Strategy, seed: int, count: int, level: str = "L3") -> dict[str, dict[str, float]]:
-    """Return seconds by model: loading missing tensors, merging, and deciding."""
-    _, by_cost, packed = strategy
+    """Serve a sequence of requests, one after another, from one pool.
+
+    Returns:
+        By model: its requests, and their sums of seconds of loading and merging, and of
+        milliseconds of computing the decisions.
+    """
+    _, by_cost, pack_by = strategy
     random = Random(f"evict {seed}")
     models = {m.name: m for m in c.MODELS}
     sizes = {m.name: tensors(m) for m in c.MODELS}
-    chain = [Region(round(c.DEVICE_GB.value * PER_GB))]
+    chain = [Region(round(c.DEVICE_GB.value * MB_PER_GB))]
     asked = dict.fromkeys(models, 1)
     found = {m: {"requests": 0.0, "load_s": 0.0, "merge_s": 0.0, "compute_ms": 0.0} for m in models}
     for request in t.sequence(list(models), level, count, 1.0, seed):
         name, mine = request.model, found[request.model]
         asked[name] += 1
-        costs = {m: n / sum(asked.values()) / c.PCIE.value / PER_GB for m, n in asked.items()}
+        costs = {m: n / sum(asked.values()) / c.PCIE.value / MB_PER_GB for m, n in asked.items()}
         here = {r.key for r in chain if r.key}
         missing = {k: size for k, size in sizes[name].items() if k not in here}
         active = [
             Region(r.size, r.key, r.key.startswith(f"{name}/"), costs[r.key.split("/")[0]] * r.size) if r.key else r for r in chain
         ]
         began = perf_counter()
-        freed = evict(active, sum(missing.values())) if by_cost else drop_any(active, sum(missing.values()), random)
-        packing = packed(freed, missing) if freed is not None else None
-        while packing is None and any(r.movable for r in freed or active):  # walls of the model's own tensors: more has to go
+        freed = evict(active, sum(missing.values())) if by_cost else evict_any(active, sum(missing.values()), random)
+        packing = pack_by(freed, missing) if freed is not None else None
+        # The model's own tensors do not move: if the new ones do not fit between them, evict more.
+        while packing is None and any(r.movable for r in freed or active):
             freed = remove_evicted(
                 freed or active, {next(r.key for r in sorted(freed or active, key=lambda r: r.cost) if r.movable)}
             )
-            packing = packed(freed, missing)
+            packing = pack_by(freed, missing)
         took = perf_counter() - began
         assert packing is not None
         assert freed is not None
-        chain = laid_out(freed, packing, missing, costs)
+        chain = lay_out(freed, packing, missing, costs)
         mine["requests"] += 1
-        mine["load_s"] += sum(missing.values()) / PER_GB / c.PCIE.value
-        mine["merge_s"] += packing.moved / PER_GB / c.MERGE.value
+        mine["load_s"] += sum(missing.values()) / MB_PER_GB / c.PCIE.value
+        mine["merge_s"] += packing.moved / MB_PER_GB / c.MERGE.value
         mine["compute_ms"] += 1e3 * took
     return found
 
 
-def drop_any(regions: list[Region], need: int, random: Random) -> list[Region] | None:
+def evict_any(regions: list[Region], need: int, random: Random) -> list[Region] | None:
+    """Evict tensors in random order until `need` MB are free; None: too few can be freed."""
     drawn = [r.key for r in regions if r.movable]
     random.shuffle(drawn)
     short = need - sum(r.size for r in regions if not r.key)

@@ -422,7 +422,7 @@ class Loader:
         copies = self._loop.runs.copies
         if wanted is None or copies is None:
             return None
-        return wanted if copies.has(wanted) or (wanted.startswith("cuda:") and self._shares) else None
+        return wanted if copies.is_separate(wanted) or (wanted.startswith("cuda:") and self._shares) else None
 
     # -- out ---------------------------------------------------------------------------------------
 

@@ -32,6 +32,6 @@ def test_campaign_of_seeded_faults_has_no_failures() -> None:
     findings = campaign(plan(KILLS, SEED), SEED, CLIENTS, say, bed=Bed(LONG, **slowed_by(STEP_S)))
     assert findings.failures() == []
     assert findings.skipped == []
-    assert sum(len(s.fault.strikes) for s in findings.struck) == KILLS
+    assert sum(len(i.fault.strikes) for i in findings.injections) == KILLS
     assert len(findings.exchanges) > 2 * KILLS
     assert findings.metered_requests >= len(findings.exchanges)

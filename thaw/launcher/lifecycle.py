@@ -1,13 +1,15 @@
 """Decide which service to start, restart, stop or kill, and when. Pure.
 
-The supervisor feeds it events and carries out its effects.
+The supervisor passes events to `decide` and carries out the effects that it returns.
 
-waiting ──(what it starts after is ready)──> starting ──Ready──> ready
+waiting ──(all of `starts_after` are ready)──> starting ──Ready──> ready
    starting, ready ──Exited──> backing_off ──(delay over)──> starting
-   starting, ready ──Hung──> hung ──(time to write stack traces over)──> killed
-   killed ──Exited──> backing_off
-once stopping, rank by rank:
-   starting, ready ──Terminate──> terminating ──(bound over)──> killed ──Exited──> stopped
+   starting, ready ──Hung──> hung ──(DUMP_S over)──> killed
+   hung, killed ──Exited──> backing_off
+after StopRequested:
+   waiting, backing_off ──> stopped
+   starting, ready ──(lower ranks are stopped)──> terminating ──(stop_bound_s over)──> killed
+   starting, ready, hung, terminating, killed ──Exited──> stopped
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from typing import Literal
 FIRST_DELAY_S = 0.2
 LONGEST_DELAY_S = 5.0
 STEADY_AFTER_S = 10.0
-"""Seconds after which the failures of a running process no longer count."""
+"""Seconds of running after which the failures of earlier processes no longer count."""
 
 DUMP_S = 1.0
-"""Time that a hung process has to write its stack traces before it is killed."""
+"""Seconds that a hung process has to write its stack traces before it is killed."""
 
 Status = Literal["waiting", "starting", "ready", "hung", "backing_off", "terminating", "killed", "stopped"]
 RUNNING: frozenset[Status] = frozenset({"starting", "ready", "hung", "terminating", "killed"})
@@ -33,7 +35,16 @@ class Service:
     """State of a service. Seconds are on a monotonic clock.
 
     Attributes:
-        stop_rank: Services of a lower rank are gone before those of the next are asked to stop.
+        starts_after: Names of the services that must be ready before it starts.
+        stop_rank: Services of a lower rank have exited before those of the next get `Terminate`.
+        stop_bound_s: Seconds that it has to exit after `Terminate` before it is killed.
+        since: Time of the last start or exit.
+        deadline: Time at which its status ends: a delay, `DUMP_S` or `stop_bound_s` is over.
+        failures: Exits in a row, each within `STEADY_AFTER_S` of its start but the first.
+        restarts: Starts after the first one.
+        last_exit: Exit status of the last process; None also if it could not be started.
+        hangs: Number of times that it hung.
+        last_hang: The reason why it was last found to hang.
     """
 
     name: str
@@ -48,18 +59,19 @@ class Service:
     last_exit: int | None = None
     hangs: int = 0
     last_hang: str | None = None
-    """The reason why it was ended the last time that it hung."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The service answers (for one without a probe: its process was made)."""
+    """The service answers its probe, or reported that it is ready."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Exited:
+    """The process ended. `returncode` None: unknown, or it could not be started."""
+
     name: str
     returncode: int | None
 
@@ -74,12 +86,12 @@ class Hung:
 
 @dataclass(frozen=True)
 class StopRequested:
-    pass
+    """Every service shall stop."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed."""
+    """A deadline may be over."""
 
 
 Event = Ready | Exited | Hung | StopRequested | Tick
@@ -87,17 +99,21 @@ Event = Ready | Exited | Hung | StopRequested | Tick
 
 @dataclass(frozen=True)
 class Launch:
+    """Start a service's process."""
+
     name: str
 
 
 @dataclass(frozen=True)
 class Terminate:
+    """Ask a service to stop in order."""
+
     name: str
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Have a hung process write its stack traces and end."""
+    """Make a hung process write its stack traces and end."""
 
     name: str
 
@@ -107,7 +123,8 @@ class Kill:
     """Kill a service.
 
     Attributes:
-        group: Kill its whole process group; a hung nodeagent's engines stay alive, to be adopted.
+        group: Kill its whole process group. False for a hung service: the engines of a nodeagent
+            stay alive, and the next nodeagent adopts them.
     """
 
     name: str
@@ -124,6 +141,8 @@ Effect = Launch | Terminate | Abort | Kill | Finished
 
 @dataclass(frozen=True)
 class Mesh:
+    """The services of a mesh, by name. `stopping`: all of them shall stop."""
+
     services: dict[str, Service] = field(default_factory=dict)
     stopping: bool = False
 
@@ -133,7 +152,7 @@ class Mesh:
 
     @property
     def next_deadline(self) -> float | None:
-        """Return the time at which `Tick` is due next."""
+        """Return the time at which the next `Tick` is due; None: at no time."""
         return min((s.deadline for s in self.services.values() if s.deadline is not None), default=None)
 
 
@@ -143,9 +162,9 @@ def delay_after(failures: int) -> float:
 
 
 def decide(mesh: Mesh, event: Event, now: float) -> tuple[Mesh, tuple[Effect, ...]]:
-    """The mesh after `event`, and what to do.
+    """Return the mesh after `event`, and the effects to carry out.
 
-    Unknown names and events out of season change nothing.
+    Unknown names, and events that do not fit the status of their service, change nothing.
     """
     services = dict(mesh.services)
     stopping = mesh.stopping
@@ -157,7 +176,7 @@ def decide(mesh: Mesh, event: Event, now: float) -> tuple[Mesh, tuple[Effect, ..
         case Exited(name, returncode) if name in services and services[name].status in RUNNING:
             services[name] = _handle_exit(services[name], returncode, now, stopping)
         case Hung(name, reason) if not stopping and name in services and services[name].status in ("starting", "ready"):
-            services[name] = _hung(services[name], reason, now)
+            services[name] = _mark_hung(services[name], reason, now)
             return Mesh(services), (Abort(name),)
         case _:
             pass
@@ -171,7 +190,7 @@ def _is_due(service: Service, now: float) -> bool:
     return service.deadline is not None and service.deadline <= now
 
 
-def _hung(service: Service, reason: str, now: float) -> Service:
+def _mark_hung(service: Service, reason: str, now: float) -> Service:
     return replace(service, status="hung", deadline=now + DUMP_S, hangs=service.hangs + 1, last_hang=reason)
 
 
@@ -193,10 +212,10 @@ def _start(mesh: Mesh, now: float) -> tuple[Mesh, tuple[Effect, ...]]:
     services = dict(mesh.services)
     effects: list[Effect] = []
     for service in mesh.services.values():
-        due = service.status == "backing_off" and _is_due(service, now)
-        first = service.status == "waiting" and all(mesh.services[n].status == "ready" for n in service.starts_after)
-        if due or first:
-            restarts = service.restarts + (1 if due else 0)
+        is_restart = service.status == "backing_off" and _is_due(service, now)
+        is_first = service.status == "waiting" and all(mesh.services[n].status == "ready" for n in service.starts_after)
+        if is_restart or is_first:
+            restarts = service.restarts + (1 if is_restart else 0)
             services[service.name] = replace(service, status="starting", since=now, deadline=None, restarts=restarts)
             effects.append(Launch(service.name))
     return Mesh(services), tuple(effects)

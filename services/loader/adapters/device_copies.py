@@ -1,6 +1,7 @@
 """Copies of segments from the pool to devices (ADR 0027).
 
-Each byte range is copied as soon as it is loaded, to every arena of its run.
+A load run fills a segment in the pool. Each byte range is copied as soon as it is loaded, to every
+arena of the run: its memory on one device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from services.loader.adapters.arrivals import Arrivals
+from services.loader.adapters.device_links import list_links
 from services.loader.adapters.worker_threads import WorkerThreads
 from services.loader.domain.effects import CloseArena, OpenArena
 from services.loader.domain.events import ArenaClosed, CopiedToDevice, Event
@@ -35,29 +37,34 @@ from weights.store.auditing import Audit
 from weights.store.cost import Tier
 from weights.store.gpu_device import GpuDevice
 from weights.store.node_devices import NodeDevices
-from weights.store.peers import PeerLink
 from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
 from weights.store.usage import PagesInUse
 
 log = logging.getLogger(__name__)
-_CLOSED_AT_ONCE = 4
+_CLOSER_THREADS = 4
 
 
 @dataclass
 class _Copy:
-    """One arena of a run.
+    """The copy of a run to one device.
 
-    `lock` is held while its memory is released: a second caller waits for that.
+    Attributes:
+        arena: Its memory; None before it is allocated, and once it is released.
+        handle: Opens the arena in an engine; None until it has memory.
+        error: The reason why the copy failed.
+        freed: Bytes that the release freed.
+        is_finished: The copy is complete, failed or closed.
+        lock: Held while memory is allocated or released: a second caller waits for that.
     """
 
     order: OpenArena
     arena: Arena | None = None
     handle: ArenaHandle | None = None
     error: ErrorBody | None = None
-    closing: bool = False
+    is_closing: bool = False
     freed: int = 0
-    is_over: bool = False
+    is_finished: bool = False
     arrivals: Arrivals = field(default_factory=Arrivals)
     timeline: Timeline = field(default_factory=lambda: Timeline("loader"))
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -68,8 +75,9 @@ class _Source:
     """A run's bytes in host memory.
 
     Attributes:
+        layout: The segment's layout; None if an earlier loader has loaded it.
         ranges: Offsets and sizes in the segment in order of arrival, each once.
-        is_sparse: Only what a device lacks is read, and given back after the copy.
+        is_sparse: Only the bytes that a device lacks are read, and given back after the copy.
     """
 
     weights_id: str
@@ -83,8 +91,7 @@ class _Source:
 class Copies:
     """The arenas of all runs.
 
-    `emit` is called from threads: one per arena waits for its last byte; the device's own thread
-    copies.
+    The device's own thread copies; one thread for each arena waits for its last byte.
     """
 
     def __init__(
@@ -94,7 +101,12 @@ class Copies:
         emit: Callable[[Event], None],
         is_on_disk: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """Copy to `devices`. `is_on_disk`: whether this host's disk has weights, by their id."""
+        """Copy from `pool` to `devices`.
+
+        Args:
+            emit: Called from threads.
+            is_on_disk: Returns whether this host's disk has weights, by their id.
+        """
         self._devices, self._pool, self._emit, self._is_on_disk = devices, pool, emit, is_on_disk
         self._remote: dict[str, bool] = {}
         devices.price_by(self._tier_of)
@@ -103,7 +115,7 @@ class Copies:
         self._sources: dict[int, _Source] = {}
         self._copies: dict[int, _Copy] = {}
         self._copiers = WorkerThreads("copy-to-device")
-        self._closers = ThreadPoolExecutor(_CLOSED_AT_ONCE, thread_name_prefix="close-arena")
+        self._closers = ThreadPoolExecutor(_CLOSER_THREADS, thread_name_prefix="close-arena")
 
     def expect(self, likelihoods: Mapping[str, float] | None) -> None:
         """Price units by the likelihoods of weights, by their id; None: all are equal."""
@@ -116,8 +128,8 @@ class Copies:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    def has(self, device: str) -> bool:
-        """True for a cpu device with memory of its own."""
+    def is_separate(self, device: str) -> bool:
+        """Return whether the device is a cpu device with memory of its own."""
         return device in self._devices.separate
 
     def count_missing(self, weights_id: str, layout: Layout) -> dict[str, int]:
@@ -128,7 +140,7 @@ class Copies:
         """Register the memory of a run, before its first byte is loaded.
 
         Args:
-            is_sparse: Only what its one device lacks is read; hashes must match then.
+            is_sparse: Only the bytes that its one device lacks are read; hashes must match then.
         """
         with self._lock:
             self._sources[run] = _Source(weights_id, region, layout, is_sparse=is_sparse)
@@ -136,9 +148,13 @@ class Copies:
     def wait_lacking(
         self, run: int, device: str, cancelled: threading.Event, seen: Collection[tuple[int, int]] = ()
     ) -> tuple[tuple[int, int], ...]:
-        """Wait for the run's arena on a device, and return what it lacks, without `seen`.
+        """Wait for the run's arena on a device, and return the ranges that it lacks.
 
-        None are returned if the arena has failed or was closed, or the run was cancelled.
+        Args:
+            seen: Ranges to leave out.
+
+        Returns:
+            Offsets and sizes; none if the arena failed or was closed, or the run was cancelled.
         """
 
         def find_copy() -> _Copy | None:
@@ -147,7 +163,7 @@ class Copies:
 
         def is_planned() -> bool:
             found = find_copy()
-            return cancelled.is_set() or (found is not None and (found.arena is not None or found.is_over))
+            return cancelled.is_set() or (found is not None and (found.arena is not None or found.is_finished))
 
         with self._progress:
             self._progress.wait_for(is_planned)
@@ -155,21 +171,18 @@ class Copies:
         arena = found.arena if found is not None else None
         return arena.wait_for_missing(seen, cancelled) if isinstance(arena, PagedArena) else ()
 
-    def wait_over(self, run: int, cancelled: threading.Event) -> None:
+    def wait_until_finished(self, run: int, cancelled: threading.Event) -> None:
         """Wait until the run's copies are complete, failed or closed, or the run is cancelled."""
         with self._progress:
-            self._progress.wait_for(lambda: cancelled.is_set() or all(c.is_over for c in self._sources[run].copies))
+            self._progress.wait_for(lambda: cancelled.is_set() or all(c.is_finished for c in self._sources[run].copies))
 
     def wake(self) -> None:
-        """Wake the waiting runs, one of which was cancelled."""
+        """Wake the runs that wait here, so that a cancelled one ends."""
         with self._progress:
             self._progress.notify_all()
 
     def copy_range(self, run: int, offset: int, nbytes: int) -> None:
-        """Copy these bytes, which are now in host memory, to the run's arenas.
-
-        They may cross chunks.
-        """
+        """Copy bytes that are now in host memory to the run's arenas. They may cross chunks."""
         if (source := self._sources.get(run)) is None:
             return
         if source.copies:
@@ -178,7 +191,7 @@ class Copies:
             source.ranges.append((offset, nbytes))
             if source.copies:  # a copy may have been opened meanwhile; pinning a pinned chunk costs nothing
                 self._pin(source, offset, nbytes)
-            arenas = [c.arena for c in source.copies if c.arena is not None and not c.closing]
+            arenas = [c.arena for c in source.copies if c.arena is not None and not c.is_closing]
             for arena in arenas:  # within the lock, so that an arena opened meanwhile gets every range once
                 self._fill(source.region, arena, offset, nbytes)
 
@@ -208,27 +221,33 @@ class Copies:
         None until the arena has memory there.
         """
         with self._lock:
-            source = self._sources.get(run)
-            copies = source.copies if source is not None else []
-            return next((c.handle for c in copies if c.order.device == device and not c.closing), None)
+            copy = self._find_open(run, device)
+            return copy.handle if copy is not None else None
 
     def arrivals(self, run: int, device: str) -> Arrivals | None:
         """Return the arrivals of the run's units on a device."""
         with self._lock:
-            source = self._sources.get(run)
-            copies = source.copies if source is not None else []
-            return next((c.arrivals for c in copies if c.order.device == device and not c.closing), None)
+            copy = self._find_open(run, device)
+            return copy.arrivals if copy is not None else None
 
     def export(self, run: int, device: str, indexes: Sequence[int], pid: int) -> list[int]:
-        """Return descriptors of units on a GPU, for a process. The caller closes them."""
+        """Return descriptors of units on a GPU, for a process. The caller closes them.
+
+        Raises:
+            NotFound: The GPU does not have units of the run.
+        """
         with self._lock:
-            source = self._sources.get(run)
-            copies = source.copies if source is not None else []
-            arena = next((c.arena for c in copies if c.order.device == device and not c.closing), None)
+            copy = self._find_open(run, device)
+            arena = copy.arena if copy is not None else None
         found = self._devices.get(device)
         if not isinstance(arena, PagedArena) or not isinstance(found, GpuDevice):
             raise NotFound(f"{device} has no units of these weights. Attach again")
         return found.export(arena, indexes, pid)
+
+    def _find_open(self, run: int, device: str | None) -> _Copy | None:
+        source = self._sources.get(run)
+        copies = source.copies if source is not None else []
+        return next((c for c in copies if c.order.device == device and not c.is_closing), None)
 
     def phases(self, run: int, device: str, instance_id: str) -> tuple[PhaseSpan, ...]:
         """Return the phases of a copy to a device with units, if the instance waited for it."""
@@ -239,10 +258,10 @@ class Copies:
             return waited[-1].timeline.spans() if waited else ()
 
     def error(self, run: int, device: str | None) -> ErrorBody | None:
-        """Return why the run's weights are not on a device that engines cannot do without.
+        """Return why a copy failed that engines cannot do without.
 
-        That is a cpu device with memory of its own. For a GPU an engine copies the weights from
-        host memory, unless host memory has not got all of them.
+        Engines need the copy on a cpu device with memory of its own. If a copy to a GPU failed, an
+        engine copies the weights from host memory itself, unless that has only part of them.
         """
         with self._lock:
             source = self._sources.get(run)
@@ -261,8 +280,7 @@ class Copies:
 
         Returns:
             A function that releases the run's arenas and returns their bytes. It may block for a
-            moment. Call it before the run's chunks
-            are reused.
+            moment. Call it before the run's chunks are reused.
         """
         with self._lock:
             source = self._sources.pop(run, None)
@@ -306,7 +324,7 @@ class Copies:
         with self._lock:
             copies = tuple(self._copies.items())
         mine = [(n, c) for n, c in copies if c.order.device == name]
-        # A copy does not refer to its arena while it is opened or released, which its lock shows.
+        # While an arena is opened or released, its copy holds the lock and does not refer to it.
         under_way = sum(c.lock.locked() for _, c in mine)
         arenas = {c.arena.holder: (c.order.weights_id, n) for n, c in mine if isinstance(c.arena, PagedArena)}
         lost = sorted(found.snapshot.open_arenas - arenas.keys())[under_way:]
@@ -319,33 +337,12 @@ class Copies:
         return "remote" if self._remote.get(weights_id) and not self._is_on_disk(weights_id) else "ssd"
 
     def links(self) -> tuple[LinkStatus, ...]:
+        """Return the links of all devices, with the copies that are under way."""
         with self._lock:
             under_way = [
                 (c.order.device, c.order.model) for c in self._copies.values() if c.arena and c.arena.watermark < c.arena.nbytes
             ]
-        found: list[LinkStatus] = []
-        for device in self._devices.opened:
-            queued, speed = device.queued_bytes, device.bytes_per_second
-            finish = queued / speed * 1e3 if queued and speed else None
-            models = [model for target, model in under_way if target == device.device_id]
-            link = f"bus:{device.device_id}"
-            paged = self._devices.paged.get(device.device_id)
-            is_paced = paged is not None and paged.paced_bytes_per_second is not None
-            found.append(
-                LinkStatus(
-                    link=link,
-                    bytes_per_second=speed,
-                    queued_bytes=queued,
-                    loads=len(models),
-                    finish_ms=finish,
-                    moved_bytes=device.copied_bytes,
-                    models=tuple(sorted({m for m in models if m})),
-                    is_paced=is_paced,
-                    group_bytes=device.group_bytes,
-                )
-            )
-            found += [_peer_link(device.device_id, p) for p in paged.peer_links] if paged is not None else []
-        return tuple(found)
+        return list_links(self._devices, under_way)
 
     # -- threads -----------------------------------------------------------------------------------
 
@@ -353,7 +350,7 @@ class Copies:
         try:
             self._copy(copy, source)
         finally:
-            copy.is_over = True
+            copy.is_finished = True
             self.wake()
 
     def _copy(self, copy: _Copy, source: _Source) -> None:
@@ -369,14 +366,14 @@ class Copies:
             if arena is None or not arena.wait(order.total_bytes):
                 return  # closed meanwhile
             with copy.lock:
-                copy.handle = arena.handle() if not copy.closing else None
+                copy.handle = arena.handle() if not copy.is_closing else None
         except ThawError as e:
             log.warning("failed to copy weights to a device", extra={"device": order.device, "error": e.message})
             self._release(copy)
             copy.error = e.body()
             self._emit(CopiedToDevice(order.weights_id, order.number, failed=True))
             return
-        except Exception:  # the thread's boundary: waiters need an answer
+        except Exception:  # the end of the thread: those that wait for the copy need a result
             log.exception("failed to copy weights to a device", extra={"device": order.device})
             self._release(copy)
             copy.error = DeviceFailed(f"The copy of weights to {order.device} failed").body()
@@ -389,7 +386,7 @@ class Copies:
         order, region = copy.order, source.region
         device = self._devices.get(order.device)
         with copy.lock:
-            if copy.closing:
+            if copy.is_closing:
                 return None
             contents = self._contents(order, source) if isinstance(device, SeparateDevice) else None
             place = Place(order.weights_id, order.total_bytes, self._pool.name or "", region.extents, contents)
@@ -414,25 +411,27 @@ class Copies:
     def _fill(self, region: Region, arena: Arena, offset: int, nbytes: int) -> None:
         """Copy chunk by chunk, since chunks are not contiguous.
 
-        `arena.wait` raises the device's errors.
+        Errors of the device are left to `arena.wait`, which raises them.
         """
         end = offset + nbytes
         while offset < end:
             length = min(end - offset, CHUNK_BYTES - offset % CHUNK_BYTES)
             try:
                 arena.fill(offset, _address(region, offset, length), length)
-            except ThawError:  # the copy has failed; host memory is filled all the same
+            except ThawError:  # only the copy has failed: the load into host memory continues
                 return
             offset += length
 
     def _pin(self, source: _Source, offset: int, nbytes: int) -> None:
         """Page-lock the chunks of these bytes.
 
-        The driver's buffer copies a last, partial chunk, and those of a partial load, which do not
-        have all of their memory.
+        A chunk without all of its memory (the last one, and those of a sparse run) is not locked:
+        the driver copies it through a buffer of its own.
         """
+        if source.is_sparse:
+            return
         region = source.region
-        for index in range(offset // CHUNK_BYTES, -(-(offset + nbytes) // CHUNK_BYTES)) if not source.is_sparse else ():
+        for index in range(offset // CHUNK_BYTES, -(-(offset + nbytes) // CHUNK_BYTES)):
             if (index + 1) * CHUNK_BYTES <= region.nbytes:
                 self._devices.pin(_address(region, index * CHUNK_BYTES, CHUNK_BYTES), CHUNK_BYTES)
 
@@ -445,27 +444,15 @@ class Copies:
         self._emit(ArenaClosed(number, freed))
 
     def _release(self, copy: _Copy) -> int:
-        copy.closing = True
+        copy.is_closing = True
         with copy.lock:
             with self._lock:
                 arena, copy.arena, copy.handle = copy.arena, None, None
             try:
                 copy.freed = arena.release() if arena is not None else copy.freed
-            except Exception:  # the waiter for this release needs an answer, and no byte that is not free
+            except Exception:  # the caller waits for this release; bytes that may be in use do not count as freed
                 log.exception("failed to release device memory", extra={"device": copy.order.device})
             return copy.freed
-
-
-def _peer_link(device_id: str, p: PeerLink) -> LinkStatus:
-    return LinkStatus(
-        link=f"p2p:{p.peer}>{device_id}",
-        bytes_per_second=p.bytes_per_second,
-        queued_bytes=p.queued_bytes,
-        loads=p.loads,
-        finish_ms=p.queued_bytes / p.bytes_per_second * 1e3 if p.queued_bytes and p.bytes_per_second else None,
-        moved_bytes=p.copied_bytes,
-        is_paced=p.is_paced,
-    )
 
 
 def _digests(layout: Layout) -> dict[str, str]:

@@ -255,7 +255,7 @@ class Run:
             pieces = cut_ranges(layout, ranges, remote=tier.directory is None)
             self._read(tier, layout, region, self._filling(layout, region, pieces, sparse=True), pieces, stats)
             seen.update(ranges)
-        copies.wait_over(order.run, self.cancelled)
+        copies.wait_until_finished(order.run, self.cancelled)
         if self.cancelled.is_set():
             raise Cancelled
         tier.close()  # a cache reads this memory until then

@@ -27,16 +27,16 @@ from services.scheduler.adapters.statistics import (
 from services.scheduler.domain.state.changes import Change, Drop, Put, Traced, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Entity, Instance, Model, Node, key_of
-from services.scheduler.domain.state.pulls import Pull
-from services.scheduler.domain.state.volatile import (
+from services.scheduler.domain.state.measurements import (
     AppliedReport,
     Estimate,
     HourCounts,
-    LoaderPresence,
     MeasuredMemory,
     MemoryProfile,
     SloCounts,
 )
+from services.scheduler.domain.state.pulls import Pull
+from services.scheduler.domain.state.volatile import LoaderPresence
 from shared.contracts.admin import ModelPulled
 from shared.contracts.base import ErrorBody
 from shared.contracts.models import ModelCard, routes_of

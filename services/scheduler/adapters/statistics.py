@@ -17,7 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from services.scheduler.adapters import tables
 from services.scheduler.domain.cost.learned import Parameter
-from services.scheduler.domain.state.volatile import Estimate, LoaderPresence
+from services.scheduler.domain.state.measurements import Estimate
+from services.scheduler.domain.state.volatile import LoaderPresence
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
 
 _UPSERT = insert(tables.parameters)

@@ -1,4 +1,4 @@
-"""The console's routes: sessions, protection against other sites, live views, hostile names."""
+"""The console's routes: sessions, protection against other sites, live views, HTML in names."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ from tests.support.browser import CHROMIUM, needs_chromium
 from tests.support.fake_engine import FakeNode, card_of
 
 CONSOLE = {"x-thaw-console": "1"}
-NOTHING = {"view": False, "change": False, "inference": False, "key": False, "guarded": False}
+NO_ACCESS = {"view": False, "change": False, "inference": False, "key": False, "guarded": False}
+"""A session without rights at a gateway that needs no key."""
 ROOT_KEY, USER_KEY = "root-key", "user-key"
-EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+BEARER = {"authorization": f"Bearer {ROOT_KEY}"}
+HTML = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
 @pytest.fixture
@@ -39,6 +41,8 @@ async def guarded(node: FakeNode, scheduler: Scheduler, serve: ServeFn) -> Async
 
 
 async def until_listed_with(served: Served, key: str) -> None:
+    """Wait until the gateway has read every card. `key`: one that may list models."""
+
     async def listed() -> bool:
         answer = await served.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
         return len(answer.json().get("data", ())) >= len(CARDS)
@@ -50,8 +54,13 @@ async def log_in(served: Served, key: str) -> httpx.Response:
     return await served.http.post("/ui/login", json={"key": key}, headers=CONSOLE)
 
 
+async def add_key(served: Served, name: str, scope: str, key: str) -> None:
+    body = {"name": name, "scope": scope, "sha256": hash_key(key)}
+    assert (await served.http.post("/admin/v1/keys", json=body, headers=BEARER)).status_code == 200
+
+
 async def test_a_session_is_a_strict_cookie_of_the_console_alone(guarded: Served) -> None:
-    assert (await guarded.http.get("/ui/session")).json() == NOTHING | {"guarded": True}
+    assert (await guarded.http.get("/ui/session")).json() == NO_ACCESS | {"guarded": True}
     assert (await log_in(guarded, "wrong")).status_code == 401
     answer = await log_in(guarded, ROOT_KEY)
     cookie = answer.headers["set-cookie"]
@@ -65,8 +74,7 @@ async def test_a_session_is_a_strict_cookie_of_the_console_alone(guarded: Served
     assert (await guarded.http.get("/v1/models", headers=header)).status_code == 401
     # A key in the headers does not count in the console.
     guarded.http.cookies.clear()
-    bearer = {"authorization": f"Bearer {ROOT_KEY}"}
-    assert (await guarded.http.get("/ui/api/admin/v1/cluster", headers=bearer)).status_code == 401
+    assert (await guarded.http.get("/ui/api/admin/v1/cluster", headers=BEARER)).status_code == 401
 
 
 async def test_changes_need_the_header_and_the_same_origin(guarded: Served, scheduler: Scheduler) -> None:
@@ -89,7 +97,7 @@ async def test_an_inference_key_opens_the_playground_only(guarded: Served, node:
     await node.engine("alpha")
     await log_in(guarded, USER_KEY)
     session = (await guarded.http.get("/ui/session")).json()
-    assert session == NOTHING | {"inference": True, "key": True, "guarded": True}
+    assert session == NO_ACCESS | {"inference": True, "key": True, "guarded": True}
     answer = await guarded.http.post("/ui/api/v1/chat/completions", json=chat(), headers=CONSOLE)
     assert answer.status_code == 200
     for path in ("/ui/events", "/ui/api/admin/v1/cluster", "/ui/api/admin/v1/traces/last"):
@@ -97,11 +105,9 @@ async def test_an_inference_key_opens_the_playground_only(guarded: Served, node:
 
 
 async def test_a_read_only_key_sees_and_changes_nothing(guarded: Served, scheduler: Scheduler) -> None:
-    body = {"name": "viewer", "scope": "read-only", "sha256": hash_key("view-key")}
-    bearer = {"authorization": f"Bearer {ROOT_KEY}"}
-    assert (await guarded.http.post("/admin/v1/keys", json=body, headers=bearer)).status_code == 200
+    await add_key(guarded, "viewer", "read-only", "view-key")
     await log_in(guarded, "view-key")
-    assert (await guarded.http.get("/ui/session")).json() == NOTHING | {"view": True, "key": True, "guarded": True}
+    assert (await guarded.http.get("/ui/session")).json() == NO_ACCESS | {"view": True, "key": True, "guarded": True}
     assert (await guarded.http.get("/ui/api/admin/v1/cluster")).status_code == 200
     settings = await guarded.http.get("/ui/api/admin/v1/models/alpha/settings")
     assert settings.json()["yaml"].startswith("models:\n- name: alpha\n")
@@ -116,9 +122,7 @@ async def test_doctor_reports_parts_that_do_not_answer_as_findings(
     card = card_of("alpha", source="https://user:secret@example.org/m?token=secret")
     failed = ModelView(card=card, error="The engine ended; the end of its log:\nsecret of a prompt")
     scheduler.view = ClusterView(scheduler="s", epoch=7, models=(failed,), nodes=(NodeView(node="n", alive=False),))
-    body = {"name": "viewer", "scope": "read-only", "sha256": hash_key("view-key")}
-    bearer = {"authorization": f"Bearer {ROOT_KEY}"}
-    assert (await guarded.http.post("/admin/v1/keys", json=body, headers=bearer)).status_code == 200
+    await add_key(guarded, "viewer", "read-only", "view-key")
     await log_in(guarded, "view-key")
     answer = await guarded.http.get("/ui/api/admin/v1/doctor")
     diagnosis = Diagnosis.model_validate(answer.json())
@@ -132,9 +136,7 @@ async def test_doctor_reports_parts_that_do_not_answer_as_findings(
 async def test_settings_are_changed_by_an_admin_key_alone_and_not_over_a_newer_change(
     guarded: Served, scheduler: Scheduler
 ) -> None:
-    body = {"name": "viewer", "scope": "read-only", "sha256": hash_key("view-key")}
-    bearer = {"authorization": f"Bearer {ROOT_KEY}"}
-    assert (await guarded.http.post("/admin/v1/keys", json=body, headers=bearer)).status_code == 200
+    await add_key(guarded, "viewer", "read-only", "view-key")
     path = "/ui/api/admin/v1/models/alpha/settings"
     await log_in(guarded, "view-key")
     assert (await guarded.http.patch(path, json={"settings": {}}, headers=CONSOLE)).status_code == 403
@@ -171,16 +173,14 @@ async def test_a_revoked_key_ends_its_sessions_and_a_restart_does_not(
 ) -> None:
     monkeypatch.setattr(feed, "_KEEP_ALIVE_S", 0.1)
     async with serve(admin_key=ROOT_KEY) as first:
-        body = {"name": "ops", "scope": "admin", "sha256": hash_key("ops-key")}
-        bearer = {"authorization": f"Bearer {ROOT_KEY}"}
-        assert (await first.http.post("/admin/v1/keys", json=body, headers=bearer)).status_code == 200
+        await add_key(first, "ops", "admin", "ops-key")
         cookie = {"cookie": (await log_in(first, "ops-key")).headers["set-cookie"].split(";")[0]}
     async with serve(admin_key=ROOT_KEY) as second:
         assert (await second.http.get("/ui/session", headers=cookie)).json()["change"]
         async with second.http.stream("GET", "/ui/events", headers=cookie) as stream:
             lines = stream.aiter_lines()
             assert await _next_event(lines) == "event: cluster"
-            assert (await second.http.delete("/admin/v1/keys/ops", headers=bearer)).status_code == 200
+            assert (await second.http.delete("/admin/v1/keys/ops", headers=BEARER)).status_code == 200
             async with asyncio.timeout(60):
                 assert [line async for line in lines if line.startswith("event")] == []
         session = (await second.http.get("/ui/session", headers=cookie)).json()
@@ -197,7 +197,7 @@ async def test_a_gateway_on_loopback_without_admin_keys_needs_no_login(
 ) -> None:
     async with serve(jaeger_url="http://jaeger:16686") as served:
         session = (await served.http.get("/ui/session")).json()
-        assert session == NOTHING | {"view": True, "change": True, "inference": True, "jaeger": "http://jaeger:16686"}
+        assert session == NO_ACCESS | {"view": True, "change": True, "inference": True, "jaeger": "http://jaeger:16686"}
         assert (await served.http.get("/ui/api/admin/v1/cluster")).status_code == 200
         assert (await served.http.get("/ui", headers={"host": "evil.example"})).status_code == 403
         assert (await served.http.post("/ui/api/admin/v1/nodes/n/drain")).status_code == 403
@@ -213,20 +213,20 @@ async def test_page_is_served_with_a_strict_policy(guarded: Served) -> None:
     assert (await guarded.http.get("/ui/")).headers["location"] == "/ui"
 
 
-def hostile_view(count: int) -> ClusterView:
-    """Return a cluster of `count` models whose free texts are HTML."""
-    models = tuple(ModelView(card=card_of(f"model-{n:03}"), error=EVIL, waiting=n == 0) for n in range(count))
+def view_with_html(count: int) -> ClusterView:
+    """Return a cluster of `count` models in which every free text is HTML."""
+    models = tuple(ModelView(card=card_of(f"model-{n:03}"), error=HTML, waiting=n == 0) for n in range(count))
     instance = InstanceStatus(
-        instance_id=EVIL, plan_id=EVIL, token=1, model=EVIL, generation=1, revision="", device_ids=(EVIL,),
+        instance_id=HTML, plan_id=HTML, token=1, model=HTML, generation=1, revision="", device_ids=(HTML,),
         state=InstanceState.READY, memory=InstanceMemory(weights=2**28, kv=2**27, reserved=2**29),
     )  # fmt: skip
-    device = DeviceStatus(device_id=EVIL, kind="cpu", name=EVIL, budget_bytes=2**30, reserved_bytes=2**29)
-    nodes = NodeView(node=EVIL, alive=True, labels={EVIL: EVIL}, devices=(device,), instances=(instance,))
-    return ClusterView(scheduler=EVIL, epoch=1, models=models, nodes=(nodes,))
+    device = DeviceStatus(device_id=HTML, kind="cpu", name=HTML, budget_bytes=2**30, reserved_bytes=2**29)
+    nodes = NodeView(node=HTML, alive=True, labels={HTML: HTML}, devices=(device,), instances=(instance,))
+    return ClusterView(scheduler=HTML, epoch=1, models=models, nodes=(nodes,))
 
 
 async def test_live_views_send_only_what_changed(guarded: Served, scheduler: Scheduler) -> None:
-    scheduler.view = hostile_view(500)
+    scheduler.view = view_with_html(500)
     await log_in(guarded, ROOT_KEY)
     async with guarded.http.stream("GET", "/ui/events?topics=cluster") as stream:
         events = (json.loads(line.removeprefix("data: ")) async for line in stream.aiter_lines() if line.startswith("data: "))
@@ -235,24 +235,24 @@ async def test_live_views_send_only_what_changed(guarded: Served, scheduler: Sch
             assert len(whole["view"]["models"]) == 500
             scheduler.view = scheduler.view.model_copy(update={"epoch": 2})
             changed = await anext(events)
-    assert changed["changes"] == {"cluster": {"scheduler": {"id": EVIL, "epoch": 2}}}
+    assert changed["changes"] == {"cluster": {"scheduler": {"id": HTML, "epoch": 2}}}
     asked = len(scheduler.asked)
     assert (await guarded.http.get("/ui/session")).status_code == 200
-    assert len(scheduler.asked) - asked <= 1  # a reading that had begun
+    assert len(scheduler.asked) - asked <= 1, "after the last page is closed, only a read that had begun may end"
 
 
 @needs_chromium
 async def test_browser_shows_500_models_and_html_in_names_as_text(
     guarded: Served, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def renamed(cluster: ClusterView) -> View:
-        """Name a model by HTML, which contracts do not allow at present."""
+    def with_html_name(cluster: ClusterView) -> View:
+        """Give a model a name of HTML, which the contracts do not allow."""
         view = cluster_view(cluster)
-        view["models"][EVIL] = view["models"].pop("model-000")
+        view["models"][HTML] = view["models"].pop("model-000")
         return view
 
-    scheduler.view = hostile_view(500)
-    monkeypatch.setattr(sources, "cluster_view", renamed)
+    scheduler.view = view_with_html(500)
+    monkeypatch.setattr(sources, "cluster_view", with_html_name)
     faults: list[str] = []
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
@@ -263,20 +263,20 @@ async def test_browser_shows_500_models_and_html_in_names_as_text(
         await page.goto(f"{guarded.base}/ui")
         await page.get_by_label("API key").fill(ROOT_KEY)
         await page.get_by_role("button", name="Log in").click()
-        await page.get_by_role("button", name=EVIL).first.click()
-        await page.get_by_role("complementary", name="Details").get_by_text(EVIL).first.wait_for()
+        await page.get_by_role("button", name=HTML).first.click()
+        await page.get_by_role("complementary", name="Details").get_by_text(HTML).first.wait_for()
         await page.get_by_role("link", name="Models").click()
         await page.get_by_text("the first 100 of 500").wait_for()
         await page.get_by_label("Find a model").fill("model-498")
         await page.get_by_role("button", name="model-498", exact=True).click()
         await page.get_by_label("Find a model").fill("<script>")
-        await page.get_by_role("button", name=EVIL, exact=True).click()
+        await page.get_by_role("button", name=HTML, exact=True).click()
         await page.get_by_role("link", name="Doctor").click()
         await page.get_by_text("501 failures").wait_for()  # the node has no loader
-        await page.get_by_role("cell", name=f"model-498 did not start: {EVIL}").wait_for(state="detached")
+        await page.get_by_role("cell", name=f"model-498 did not start: {HTML}").wait_for(state="detached")
         await page.get_by_label("Find a finding").fill("model-498")
-        await page.get_by_role("cell", name=f"model-498 did not start: {EVIL}").wait_for()
-        await page.goto(f"{guarded.base}/ui#/requests/{EVIL.replace('/', '%2F')}")
+        await page.get_by_role("cell", name=f"model-498 did not start: {HTML}").wait_for()
+        await page.goto(f"{guarded.base}/ui#/requests/{HTML.replace('/', '%2F')}")
         await page.get_by_role("alert").wait_for()
         assert await page.locator("img, script:not([src])").count() == 0
         await browser.close()

@@ -17,7 +17,7 @@ from services.scheduler.domain.events import DemandReceived
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity
-from services.scheduler.domain.state.volatile import ANYWHERE
+from services.scheduler.domain.state.measurements import ANYWHERE
 from shared.contracts.demand import Demand
 from shared.messaging import Mesh
 from shared.settings import CommonSettings

@@ -16,16 +16,16 @@ from services.scheduler.adapters.repository import Repository
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.state.changes import Drop, Put, Traced
 from services.scheduler.domain.state.entities import Device, Entity, Instance, Model, Node
-from services.scheduler.domain.state.pulls import Pull
-from services.scheduler.domain.state.volatile import (
+from services.scheduler.domain.state.measurements import (
     AppliedReport,
     Estimate,
     HourCounts,
-    LoaderPresence,
     MeasuredMemory,
     MemoryProfile,
     SloCounts,
 )
+from services.scheduler.domain.state.pulls import Pull
+from services.scheduler.domain.state.volatile import LoaderPresence
 from shared.contracts.admin import ModelPulled
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from shared.contracts.models import ModelCard, ModelSpec

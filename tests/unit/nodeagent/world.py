@@ -1,4 +1,4 @@
-"""Instances, commands and reports for the domain's tests."""
+"""A node without processes, its commands and reports: for tests of the nodeagent's decisions."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ def resume(instance_id: str = "i", *, token: int = EPOCH, **more: int) -> Resume
 
 
 POSSIBLE = Outlook(way="cpu", left_bytes=10, snapshot_bytes=50, resume_s=0.1)
+"""The outlook of an engine that can be suspended, and leaves 10 bytes of 60 on its device."""
 
 
 class World:
-    """A node with devices of 100 bytes, and its effects in order."""
+    """A node with devices of 100 bytes, and all effects of its decisions in order."""
 
     def __init__(self, *devices: str, policy: Policy | None = None, snapshots: int = 120) -> None:
         ledger = Ledger(dict.fromkeys(devices or ("cpu:0",), 100))
@@ -72,6 +73,7 @@ class World:
         self.effects: list[Effect] = []
 
     def hear(self, event: Event, after: float = 0.0) -> tuple[Effect, ...]:
+        """Let `after` seconds pass, decide on `event`, and return the effects."""
         self.now += after
         self.state, effects = decide(self.state, event, self.now)
         self.effects += effects
@@ -83,10 +85,10 @@ class World:
     def __getitem__(self, instance_id: str) -> Instance:
         return self.state.instances[instance_id]
 
-    # Scenarios that many tests begin with.
+    # States that many tests begin with.
 
     def ready(self, instance_id: str = "i", pid: int = 7, took: float = 5.0, **more: Any) -> Instance:
-        """Create an instance that took `took` seconds to start and can be suspended."""
+        """Return an instance that took `took` seconds to start, and can be suspended."""
         self.hear(e.StartCommand(start(instance_id, **more), 1))
         self.hear(e.EngineForked(instance_id, pid, 1))
         self.hear(e.EngineReported(report(instance_id, "ready", pid)), after=took)
@@ -94,11 +96,12 @@ class World:
         return self[instance_id]
 
     def suspended(self, instance_id: str = "i", pid: int = 7, left: int = 10, snapshot: int = 50, **more: Any) -> Instance:
+        """Return a suspended instance, with `left` bytes on its device and `snapshot` beside it."""
         self.ready(instance_id, pid, **more)
         return self.suspended_again(instance_id, left, snapshot)
 
     def suspended_again(self, instance_id: str = "i", left: int = 10, snapshot: int = 50) -> Instance:
-        """Suspend a ready instance."""
+        """Suspend an instance that is ready, and return it."""
         self.hear(e.SuspendCommand(suspend(instance_id), 2))
         self.hear(e.PauseAnswered(instance_id, False))
         self.hear(e.Suspended(instance_id, freed_bytes=60 - left, left_bytes=left, used_bytes=60, snapshot_bytes=snapshot))

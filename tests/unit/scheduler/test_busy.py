@@ -12,9 +12,10 @@ from services.scheduler.domain.events import Recovered, Tick
 from services.scheduler.domain.policies.torpor_queue import PERIOD_S
 from services.scheduler.domain.prewarm.prefetch import AT_A_TIME
 from services.scheduler.domain.state.changes import Put, apply
+from services.scheduler.domain.state.measurements import SloCounts
 from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
-from services.scheduler.domain.state.volatile import ParkFailures, SloCounts
+from services.scheduler.domain.state.volatile import ParkFailures
 from services.scheduler.domain.values import replace
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed

@@ -21,7 +21,7 @@ from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity
-from services.scheduler.domain.state.volatile import ANYWHERE, Estimate
+from services.scheduler.domain.state.measurements import ANYWHERE, Estimate
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
 from shared.contracts.model_info import LayerSizes

@@ -21,16 +21,15 @@ from services.scheduler.domain.lifecycle.transitions import stop_instance
 from services.scheduler.domain.placement.place import never_fits_reason
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Model, Node
+from services.scheduler.domain.state.measurements import MeasuredMemory, SloCounts
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.usage_history import UsageHistory
 from services.scheduler.domain.state.volatile import (
     FailureHistory,
-    MeasuredMemory,
     ModelDemand,
     ModelUsers,
     Overload,
     ParkFailures,
-    SloCounts,
     Unschedulable,
     Waiter,
 )

@@ -15,8 +15,9 @@ from services.scheduler.domain.events import ObjectivesReported
 from services.scheduler.domain.policies.port import Usage
 from services.scheduler.domain.policies.torpor_queue import FIRST_ALPHA, PERIOD_S, compliant_ratio, next_alpha
 from services.scheduler.domain.state.entities import Model
+from services.scheduler.domain.state.measurements import AppliedReport, HourCounts, SloCounts
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import AppliedReport, HourCounts, SloCounts, SloQueue
+from services.scheduler.domain.state.volatile import SloQueue
 from shared.contracts.base import Done
 from shared.contracts.objectives import REPORT_LOST_AFTER_S, ObjectiveCounts
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.measurements import MeasuredMemory, MemoryProfile
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import MeasuredMemory, MemoryProfile
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, InstanceStatus
 from shared.sizing import need_of

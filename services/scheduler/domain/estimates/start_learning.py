@@ -21,7 +21,7 @@ from services.scheduler.domain.estimates.start_times import (
     name_of_key,
 )
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.volatile import ANYWHERE, Estimate
+from services.scheduler.domain.state.measurements import ANYWHERE, Estimate
 from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, measure_covered
 from shared.contracts.plans import RESTORES, Candidate, PlanRecord
 from shared.template_key import template_key

@@ -30,8 +30,8 @@ from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance
+from services.scheduler.domain.state.measurements import ANYWHERE, estimate_key
 from services.scheduler.domain.state.shared_weights import bytes_on_peers, separate_memory, weights_there
-from services.scheduler.domain.state.volatile import ANYWHERE, estimate_key
 from services.scheduler.domain.values import replace, value
 from shared.contracts.loader import LoaderStatus, WeightsOnDevice
 from shared.contracts.models import ModelCard

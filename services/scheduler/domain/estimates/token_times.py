@@ -10,8 +10,8 @@ from services.scheduler.domain.cost.learned import observe
 from services.scheduler.domain.estimates.start_times import learned_values
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Instance
+from services.scheduler.domain.state.measurements import ANYWHERE, Estimate
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import ANYWHERE, Estimate
 from shared.contracts.engine import EngineLoad
 
 TOKEN = "token"

@@ -26,18 +26,10 @@ from services.scheduler.domain.placement.options import Shortfalls
 from services.scheduler.domain.placement.place import Placement
 from services.scheduler.domain.state.device_memory import resume_need_bytes
 from services.scheduler.domain.state.entities import CONSOLIDATION, Instance, Leaving, Model
+from services.scheduler.domain.state.measurements import ANYWHERE, Estimate, estimate_key
 from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import (
-    ANYWHERE,
-    Cooldown,
-    Delivery,
-    Estimate,
-    InstanceReport,
-    LaterStage,
-    Waiter,
-    estimate_key,
-)
+from services.scheduler.domain.state.volatile import Cooldown, Delivery, InstanceReport, LaterStage, Waiter
 from services.scheduler.domain.values import create_unchecked, replace
 from shared.contracts import subjects
 from shared.contracts.admin import ModelAwake

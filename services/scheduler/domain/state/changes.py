@@ -9,6 +9,7 @@ from services.scheduler.domain.state.cluster import ClusterState, Table
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node, key_of
 from services.scheduler.domain.state.full_workers import FullWorker
 from services.scheduler.domain.state.indexes import index
+from services.scheduler.domain.state.measurements import Estimate, MeasuredMemory, SloCounts
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
 from services.scheduler.domain.state.pulls import Pull
 from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
@@ -17,7 +18,6 @@ from services.scheduler.domain.state.volatile import (
     Cooldown,
     Counter,
     Delivery,
-    Estimate,
     ExpectationSent,
     FailureHistory,
     Fetch,
@@ -25,14 +25,12 @@ from services.scheduler.domain.state.volatile import (
     KeyShare,
     LaterStage,
     LoaderPresence,
-    MeasuredMemory,
     ModelDemand,
     ModelUsers,
     Overload,
     ParkFailures,
     Presence,
     ShareClock,
-    SloCounts,
     SloQueue,
     Unschedulable,
     Waiter,

@@ -12,6 +12,7 @@ from services.scheduler.domain.state.booking import Booking, device_key
 from services.scheduler.domain.state.booking_index import BookingTable, DueTimes
 from services.scheduler.domain.state.entities import Instance, Model, Node
 from services.scheduler.domain.state.full_workers import FullWorker
+from services.scheduler.domain.state.measurements import Estimate, MeasuredMemory, SloCounts
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
 from services.scheduler.domain.state.overlay import Overlay
 from services.scheduler.domain.state.pulls import Pull
@@ -21,7 +22,6 @@ from services.scheduler.domain.state.volatile import (
     Cooldown,
     Counter,
     Delivery,
-    Estimate,
     ExpectationSent,
     FailureHistory,
     Fetch,
@@ -29,14 +29,12 @@ from services.scheduler.domain.state.volatile import (
     KeyShare,
     LaterStage,
     LoaderPresence,
-    MeasuredMemory,
     ModelDemand,
     ModelUsers,
     Overload,
     ParkFailures,
     Presence,
     ShareClock,
-    SloCounts,
     SloQueue,
     Unschedulable,
     Waiter,

@@ -1,8 +1,7 @@
 """The entities of the cluster's state. All are frozen: a change replaces a whole entity.
 
-`Model`, `Node`, `Instance`, `PlanRecord`, `MeasuredMemory`, `Estimate`, `SloCounts` and `Pull` are
-stored in Postgres.
-The others are rebuilt from reports within a second or two of a new leader's start. Times are
+Postgres stores `Model`, `Node`, `Instance`, `PlanRecord`, `Pull` and those of `measurements`. The
+others are rebuilt from reports within a second or two of a new leader's start. Times are
 seconds on the loop's clock (Unix time at the process's start plus monotonic time since).
 """
 
@@ -12,6 +11,7 @@ from dataclasses import field
 from typing import Literal
 
 from services.scheduler.domain.state.full_workers import FullWorker
+from services.scheduler.domain.state.measurements import Estimate, MeasuredMemory, SloCounts
 from services.scheduler.domain.state.migrations import Migration, MigrationTimes
 from services.scheduler.domain.state.pulls import Pull
 from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
@@ -20,7 +20,6 @@ from services.scheduler.domain.state.volatile import (
     Cooldown,
     Counter,
     Delivery,
-    Estimate,
     ExpectationSent,
     FailureHistory,
     Fetch,
@@ -28,14 +27,12 @@ from services.scheduler.domain.state.volatile import (
     KeyShare,
     LaterStage,
     LoaderPresence,
-    MeasuredMemory,
     ModelDemand,
     ModelUsers,
     Overload,
     ParkFailures,
     Presence,
     ShareClock,
-    SloCounts,
     SloQueue,
     Unschedulable,
     Waiter,

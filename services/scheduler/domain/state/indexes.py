@@ -12,16 +12,8 @@ from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node
 from services.scheduler.domain.state.full_workers import FullWorker
-from services.scheduler.domain.state.volatile import (
-    ANYWHERE,
-    Estimate,
-    Fetch,
-    InstanceReport,
-    LaterStage,
-    LoaderPresence,
-    Presence,
-    expectation_group,
-)
+from services.scheduler.domain.state.measurements import ANYWHERE, Estimate
+from services.scheduler.domain.state.volatile import Fetch, InstanceReport, LaterStage, LoaderPresence, Presence, expectation_group
 from shared.contracts.node import InstanceState
 from shared.unit_charges import shared_units
 

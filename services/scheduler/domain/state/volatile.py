@@ -1,14 +1,16 @@
-"""Entities that come from reports only: lost with the leader, and rebuilt within seconds."""
+"""Entities that are lost with the leader. The next one rebuilds them from reports within seconds.
+
+Its failure counts, cooldowns and shares of keys start from zero. Of a `LoaderPresence` Postgres has
+the cached weights and the links (`adapters/statistics.py`), until the loader's first message.
+"""
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Literal
 from zlib import crc32
 
-from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.values import value
-from shared.contracts.base import ErrorBody, Frozen
+from shared.contracts.base import ErrorBody
 from shared.contracts.demand import KeyDemand
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import InstanceStatus, NodeStatus
@@ -16,7 +18,7 @@ from shared.contracts.node import InstanceStatus, NodeStatus
 
 @value(frozen=True, slots=True)
 class Presence:
-    """The last message of a nodeagent. `status` None: known from the database, no message yet."""
+    """The last message of a nodeagent. `status` None: the database has the node, no message yet."""
 
     node: str
     last_message_at: float
@@ -82,7 +84,9 @@ class ExpectationSent:
 class InstanceReport:
     """An instance as its nodeagent last reported it.
 
-    `idle_since` None: it serves. `progressed_at`: when its start last made progress.
+    Attributes:
+        idle_since: None while it serves.
+        progressed_at: Time at which its start last made progress.
     """
 
     instance_id: str
@@ -97,6 +101,18 @@ class InstanceReport:
 
 @value(frozen=True, slots=True)
 class GatewayDemand:
+    """The demand of one gateway for one model.
+
+    Attributes:
+        waiting: Requests without an instance.
+        in_flight: Requests that an instance has.
+        since: Time since which requests wait.
+        traceparents: Of waiting requests.
+        window: Requests that arrived in the last sliding window.
+        peak: Requests that arrived in the fullest recent window.
+        keys: Requests by key and priority, those in flight included.
+    """
+
     gateway: str
     waiting: int
     in_flight: int
@@ -104,11 +120,8 @@ class GatewayDemand:
     last_message_at: float
     traceparents: tuple[str, ...] = ()
     window: int = 0
-    """Requests that arrived in the last sliding window."""
     peak: int = 0
-    """Requests that arrived in the fullest recent window."""
     keys: tuple[KeyDemand, ...] = ()
-    """Requests by key and priority, those in flight included."""
 
 
 @value(frozen=True, slots=True)
@@ -159,8 +172,12 @@ class ModelDemand:
 class LaterStage:
     """A stage behind the first one of a group on several nodes: a process that holds memory.
 
-    The `Instance` of the group is the first stage, `first`. `sent_at` None: its start is not sent
-    yet, and its memory is promised. `reported`: its node has reported it. `is_ready`: as loaded.
+    Attributes:
+        first: The `Instance` of the group, which is its first stage.
+        sent_at: None while its start is not sent, and its memory is promised.
+        stop_at: Time of its last stop command.
+        reported: Its node has reported it.
+        is_ready: Its node has reported it as loaded.
     """
 
     stage_id: str
@@ -184,7 +201,7 @@ class LaterStage:
 
 @value(frozen=True, slots=True)
 class Delivery:
-    """The start or resumption command that this leader has sent last for an instance or stage.
+    """The last start or resume command that this leader sent for an instance or stage.
 
     `answered_at` None: it waits behind other commands for the node, or its node has not answered.
     """
@@ -201,8 +218,11 @@ class Delivery:
 class Fetch:
     """Weights that a node fetches from a remote source for a start (HydraServe §4.2).
 
-    `holder`: the instance or stage. `pending_bytes`: S_i at the time `at`. `deadline`: D_i, when
-    they must be there; None: the model has no objective for the first token.
+    Attributes:
+        holder: The instance or stage.
+        pending_bytes: S_i at the time `at`.
+        deadline: D_i, at which all bytes must have arrived; None: the model has no objective for
+            the first token.
     """
 
     holder: str
@@ -222,8 +242,11 @@ class Fetch:
 class Waiter:
     """An operator's request that is answered later.
 
-    For a sleep: the `instances` it waits for, those `stopped` so far, and the bytes they freed. For
-    a pull: its key.
+    Attributes:
+        instances: Those that a sleep waits for.
+        stopped: Those of them that have stopped so far.
+        freed_bytes: Bytes that these have freed.
+        pull: The key of the pull.
     """
 
     waiter: str
@@ -255,7 +278,7 @@ class Unschedulable:
 
 @value(frozen=True, slots=True)
 class Overload:
-    """Demand exceeds what the model's instances can run at once, since then."""
+    """A model whose demand exceeds, since then, what its instances can run at once."""
 
     model: str
     since: float
@@ -267,10 +290,13 @@ class Overload:
 
 @value(frozen=True, slots=True)
 class KeyShare:
-    """Device-seconds that a key has received for requests of one priority, divided by its weight.
+    """The share of a key in the devices, for requests of one priority (`demand.key_shares`).
 
-    `flow`: opaque id of the key. `start_s`: where a key begins that has waited for nothing lately.
-    See `demand.key_shares`.
+    Attributes:
+        flow: Opaque id of the key.
+        tag_s: Device-seconds that it was charged, divided by its weight.
+        start_s: The larger of its tag before its last start, and `tag_s` less `TURN_S`. A key that
+            begins to wait starts at the smallest `start_s` of the keys that wait.
     """
 
     flow: str
@@ -341,7 +367,9 @@ class FailureHistory:
 class ParkFailures:
     """The reason why a model could not be parked.
 
-    `attempts`: failures in a row. `final`: not tried again before the model changes, or the leader.
+    Attributes:
+        attempts: Failures in a row.
+        final: The model is not parked before it changes, or another scheduler leads.
     """
 
     model: str
@@ -373,32 +401,9 @@ class ConsolidationFailures:
         return self.model
 
 
-class MemoryProfile(Frozen):
-    """Measured bytes: in all, of weights, per token of KV cache, and of the engine's runtime."""
-
-    need_bytes: int
-    load_bytes: int = 0
-    kv_bytes_per_token: int = 0
-    runtime_bytes: int = 0
-
-
-@value(frozen=True, slots=True)
-class MeasuredMemory:
-    """The measured memory of a model's engine on all its devices together, by kind of device."""
-
-    model: str
-    generation: int
-    engine: str
-    by_kind: dict[str, MemoryProfile]
-
-    @property
-    def key(self) -> str:
-        return self.model
-
-
 @value(frozen=True, slots=True)
 class Cooldown:
-    """A busy instance, or a device (node/device) that refused: not asked before `until`."""
+    """A subject that is not tried again before `until`, as an instance or device (node/device)."""
 
     subject: str
     until: float
@@ -406,67 +411,6 @@ class Cooldown:
     @property
     def key(self) -> str:
         return self.subject
-
-
-ANYWHERE = ""
-"""In place of a node: measured on all nodes."""
-
-
-@value(frozen=True, slots=True)
-class Estimate:
-    """Learned quantities of starting a model on a node.
-
-    By quantity: milliseconds of a phase, or bytes per second ("bandwidth:ssd"). An empty model: of
-    the node, whatever the model.
-    """
-
-    model: str
-    node: str
-    parameters: dict[str, Parameter] = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        return estimate_key(self.model, self.node)
-
-
-def estimate_key(model: str, node: str) -> str:
-    return f"{model}\0{node}"
-
-
-@value(frozen=True, slots=True)
-class HourCounts:
-    """Requests that gateways reported within one hour (Unix time / 3600), and those that met the
-    objective.
-    """
-
-    hour: int
-    total: int
-    met: int
-
-
-@value(frozen=True, slots=True)
-class AppliedReport:
-    """The last report of a gateway that was counted."""
-
-    gateway: str
-    number: int
-    at: float
-
-
-@value(frozen=True, slots=True)
-class SloCounts:
-    """Requests of a model with an objective, by hour, oldest first.
-
-    Durable: a new leader continues from the counts of the last one.
-    """
-
-    model: str
-    hours: tuple[HourCounts, ...] = ()
-    applied: tuple[AppliedReport, ...] = ()
-
-    @property
-    def key(self) -> str:
-        return self.model
 
 
 @value(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pytest
 from services.scheduler.domain.estimates.start_times import Forecast, bandwidth, learned_values
 from services.scheduler.domain.placement.groups import card_of_parts
 from services.scheduler.domain.state.accounting import booking_of
-from services.scheduler.domain.state.volatile import ANYWHERE
+from services.scheduler.domain.state.measurements import ANYWHERE
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import Candidate

@@ -10,7 +10,7 @@ from services.scheduler.domain.events import LoaderStatusReceived
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.volatile import ANYWHERE, Estimate, estimate_key
+from services.scheduler.domain.state.measurements import ANYWHERE, Estimate, estimate_key
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
 from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan
 from shared.contracts.plans import Candidate, PlanRecord

@@ -10,7 +10,8 @@ from services.scheduler.domain.estimates.start_times import REUSING, Forecast, b
 from services.scheduler.domain.prewarm.expectations import MOST_GROUPS
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
-from services.scheduler.domain.state.volatile import EXPECTATION_GROUPS, estimate_key
+from services.scheduler.domain.state.measurements import estimate_key
+from services.scheduler.domain.state.volatile import EXPECTATION_GROUPS
 from shared.contracts.loader import EXPECT_EVERY_S, CachedModel, DeviceMemory, KvOnDevice, LinkStatus, LoaderStatus, WeightsOnDevice
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase, PhaseSpan

@@ -12,7 +12,7 @@ from services.scheduler.domain.estimates.token_times import TOKEN, token_s
 from services.scheduler.domain.events import AddModelsRequested
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
-from services.scheduler.domain.state.volatile import ANYWHERE, Estimate
+from services.scheduler.domain.state.measurements import ANYWHERE, Estimate
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
 from shared.contracts.model_info import AdapterInfo, LayerSizes

@@ -9,7 +9,7 @@ import pytest
 from services.scheduler.domain.effects import SendResume, SendStart, SendStop
 from services.scheduler.domain.estimates.start_times import CHANGING
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state.volatile import estimate_key
+from services.scheduler.domain.state.measurements import estimate_key
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import PlanRecord

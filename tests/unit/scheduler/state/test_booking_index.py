@@ -18,8 +18,9 @@ from services.scheduler.domain.state.booking_index import BookingTable
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Node
+from services.scheduler.domain.state.measurements import Estimate
 from services.scheduler.domain.state.transaction import Transaction
-from services.scheduler.domain.state.volatile import Cooldown, Estimate
+from services.scheduler.domain.state.volatile import Cooldown
 from shared.contracts.model_info import ModelInfo
 from shared.contracts.models import ModelCard, ModelSpec
 from tests.support.examples import examples

@@ -23,6 +23,7 @@ from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus, StartInstance, StopInstance
 from shared.messaging import Mesh
 from tests.support.engines import Engines
+from tests.support.followed_node import follow_node
 
 WITHIN_S = 120.0
 _EPOCH = 1 << 32
@@ -70,7 +71,7 @@ class BareNode:
 
     async def open(self) -> None:
         """Start the processes, and wait for their first statuses."""
-        await self.mesh.listen(subjects.node_status(self.name), NodeStatus, self._on_status).start()
+        await follow_node(self.mesh, self.name, self._on_status)
         await self.mesh.nc.subscribe(subjects.loader_status(self.name), cb=self._on_loader)
         self._processes = [self._spawn(module) for module in (self._loader, "services.nodeagent")]
         async with asyncio.timeout(WITHIN_S):

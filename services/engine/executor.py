@@ -19,9 +19,11 @@ import os
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from services.engine.app import Engine, ProcessParts
@@ -313,14 +315,22 @@ def mapped_bytes(ranges: Iterable[AddressRange], others: Iterable[AddressRange] 
     """
     kept = set(others)
     wanted = [r for r in ranges if r not in kept and not any(low < r[1] and r[0] < high for low, high in kept)]
+    lines = Path("/proc/self/maps").read_bytes().splitlines()  # a thousand and more, in the order of their addresses
     total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, access, _, _, inode = line.split()[:5]
-        if inode == "0" or access.startswith("---"):
-            continue
-        low, high = (int(part, 16) for part in addresses.split("-"))
-        total += sum(max(0, min(high, end) - max(low, start)) for start, end in wanted)
+    for start, end in wanted:
+        for line in islice(lines, bisect_right(lines, start, key=_end_of), None):
+            addresses, access, _, _, inode = line.split()[:5]
+            low, high = (int(part, 16) for part in addresses.split(b"-"))
+            if low >= end:
+                break
+            if inode != b"0" and not access.startswith(b"---"):
+                total += max(0, min(high, end) - max(low, start))
     return total
+
+
+def _end_of(line: bytes) -> int:
+    """Return the end of a mapping."""
+    return int(line[line.index(b"-") + 1 : line.index(b" ")], 16)
 
 
 def _trim() -> None:

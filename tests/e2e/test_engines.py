@@ -19,8 +19,9 @@ import yaml
 from nats.aio.msg import Msg
 
 from shared.contracts import subjects
-from shared.contracts.node import InstanceState, InstanceStatus, NodeStatus
+from shared.contracts.node import InstanceState, InstanceStatus, NodeChanges, NodeStatus
 from shared.contracts.phases import Phase
+from shared.node_statuses import NodeStatuses
 from tests.support.adapters import write_adapter
 from tests.support.launcher import ROOT, Thaw, until
 
@@ -154,9 +155,18 @@ async def test_start_waits_on_its_node_while_its_victim_stops(mesh: Thaw) -> Non
     instead of refusing. Both models are new: measured models need less, so two would fit.
     """
     received: asyncio.Queue[dict[str, InstanceStatus]] = asyncio.Queue()
+    statuses = NodeStatuses()
+
+    async def hear_changes(message: Msg) -> None:
+        if (status := statuses.on_changes(NodeChanges.model_validate_json(message.data))) is not None:
+            put(status.instances)
 
     async def hear(message: Msg) -> None:
-        instances = NodeStatus.model_validate_json(message.data).instances
+        status = NodeStatus.model_validate_json(message.data)
+        statuses.on_status(status)
+        put(status.instances)
+
+    def put(instances: tuple[InstanceStatus, ...]) -> None:
         received.put_nowait({i.model: i for i in instances if i.state not in (InstanceState.STOPPED, InstanceState.FAILED)})
 
     nc = await nats.connect(mesh.endpoints["nats_url"])
@@ -169,6 +179,7 @@ async def test_start_waits_on_its_node_while_its_victim_stops(mesh: Thaw) -> Non
 
             await text("stubborn")
             await nc.subscribe(subjects.ALL_NODE_STATUS, cb=hear)
+            await nc.subscribe(subjects.ALL_NODE_CHANGES, cb=hear_changes)
             asked = asyncio.create_task(text("patient"))
             async with asyncio.timeout(60):
                 while not ("patient" in (seen := await received.get()) and "stubborn" in seen):

@@ -30,8 +30,11 @@ log = logging.getLogger(__name__)
 _COALESCE_S = 0.005
 _COALESCE_LOADS_S = 0.1
 _CAPABILITIES_EVERY_S = 10.0
-_WHOLE_UP_TO = 16
-"""Instances whose whole status costs no more than to find out what has changed."""
+_WHOLE_UP_TO = 4
+"""Instances, also ended ones, whose whole status costs no more than to find out what has changed.
+
+The costs of receivers count too: the scheduler examines each instance of a whole status.
+"""
 
 
 class Publisher:

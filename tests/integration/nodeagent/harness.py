@@ -39,6 +39,7 @@ from shared.contracts.phases import Phase, PhaseSpan
 from shared.messaging import Mesh, Responder
 from shared.settings import CommonSettings
 from shared.sizing import need_of
+from tests.support.followed_node import follow_node
 from tests.support.groups import remove_groups
 
 MIB = 1024 * 1024
@@ -93,7 +94,7 @@ class Node:
         self.process: subprocess.Popen[bytes] | None = None
 
     async def open(self) -> None:
-        await self.mesh.listen(subjects.node_status(self.name), NodeStatus, self._on_status).start()
+        await follow_node(self.mesh, self.name, self._on_status)
         await self.loader_on()
         await self.start_agent()
 

@@ -83,11 +83,12 @@ def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("seldom")
-async def test_a_node_with_many_instances_publishes_what_has_changed() -> None:
-    async with running(MANY) as node:
+@pytest.mark.parametrize("count", [9, MANY])
+async def test_a_node_with_many_instances_publishes_what_has_changed(count: int) -> None:
+    async with running(count) as node:
         subject, first = node.sent.messages[0]
         assert isinstance(first, NodeStatus)
-        assert (subject, len(first.instances), first.swap) == ("status", MANY, SWAP)
+        assert (subject, len(first.instances), first.swap) == ("status", count, SWAP)
         node.change("i7")
         subject, changes = await node.sent.until(2)
         assert (subject, [i.instance_id for i in changes.instances]) == ("changes", ["i7"])

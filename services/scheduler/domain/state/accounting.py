@@ -204,7 +204,7 @@ class _Sharing:
 
     @property
     def claimed(self) -> int:
-        return self._units.saving([*self._sent, *self._claims]) - self.held
+        return self._units.saving([*self._sent, *self._claims]) - self.held if self._claims else 0
 
     @property
     def known(self) -> int:
@@ -228,6 +228,8 @@ class _Sharing:
         return [*self._stay, *self._leave, *self._depart, *self._drain]
 
     def _sum_kept(self, gone: list[BookedWeights], stay: list[BookedWeights]) -> int:
+        if not gone:
+            return 0
         return self._units.saving([*stay, *gone]) - self._units.saving(stay, gone)
 
 

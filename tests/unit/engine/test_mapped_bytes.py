@@ -1,0 +1,59 @@
+"""What an executor still maps of a detached model's weights."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.engine.executor import AddressRange, mapped_bytes
+
+PAGES = 8
+PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Iterator[AddressRange]:
+    """Map a file between other mappings, and return its addresses."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(PAGES * PAGE))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as area:
+        anchor = ctypes.c_char.from_buffer(area)
+        start = ctypes.addressof(anchor)
+        yield start, start + PAGES * PAGE
+        del anchor
+
+
+def test_mapped_files_count_in_the_ranges_only(weights: AddressRange) -> None:
+    start, _ = weights
+    assert mapped_bytes([weights]) == PAGES * PAGE
+    assert mapped_bytes([(start + PAGE, start + 3 * PAGE)]) == 2 * PAGE
+    assert mapped_bytes([]) == 0
+
+
+def test_each_part_of_a_range_with_several_mappings_counts(weights: AddressRange) -> None:
+    start, _ = weights
+    assert _libc.mprotect(start + 2 * PAGE, PAGE, mmap.PROT_READ) == 0, "the kernel keeps three mappings now"
+    assert mapped_bytes([weights]) == PAGES * PAGE
+    assert _libc.mprotect(start + 2 * PAGE, PAGE, 0) == 0
+    assert mapped_bytes([weights]) == (PAGES - 1) * PAGE, "mapped without access"
+
+
+def test_ranges_that_others_use_do_not_count(weights: AddressRange) -> None:
+    start, end = weights
+    assert mapped_bytes([weights], [weights]) == 0
+    assert mapped_bytes([weights], [(start + PAGE, end)]) == 0
+    assert mapped_bytes([weights], [(end, end + PAGE)]) == PAGES * PAGE
+
+
+def test_anonymous_memory_does_not_count() -> None:
+    with mmap.mmap(-1, PAGES * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+        anchor = ctypes.c_char.from_buffer(area)
+        start = ctypes.addressof(anchor)
+        assert mapped_bytes([(start, start + PAGES * PAGE)]) == 0
+        del anchor

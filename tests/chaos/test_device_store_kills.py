@@ -119,14 +119,20 @@ class Stores(StoppingMesh):
 
     # Afterwards.
 
-    def devices(self) -> dict[str, dict[str, Any]]:
-        """Return the audits of the devices, of which no page may be lost or in two places."""
+    def await_node(self) -> dict[str, Any]:
+        """Return the view of the node, which shows its instances only while it reports."""
+        nodes: list[dict[str, Any]] = []
 
         def is_alive() -> bool:
-            [node] = [n for n in self.cluster()["nodes"] if n["node"] == "node-0"]
-            return bool(node["alive"])
+            nodes[:] = [n for n in self.cluster()["nodes"] if n["node"] == "node-0"]
+            return bool(nodes[0]["alive"])
 
         until(is_alive, what="the node reports again")
+        return nodes[0]
+
+    def devices(self) -> dict[str, dict[str, Any]]:
+        """Return the audits of the devices, of which no page may be lost or in two places."""
+        self.await_node()
         _, report = self.inside("doctor", "--json")  # it fails for a model whose engine was killed
         audits = {a["device_id"]: a for a in json.loads(report)["audits"]["node-0"]}
         for audit in audits.values():
@@ -136,7 +142,7 @@ class Stores(StoppingMesh):
 
     def await_empty(self) -> None:
         """Put all models to sleep: no page is mapped or lent any more, and no process has one."""
-        models = {i["model"] for n in self.cluster()["nodes"] for i in n["instances"]}
+        models = {i["model"] for i in self.await_node()["instances"]}
         slept = [self.json("sleep", model) for model in sorted(models)]
 
         def is_empty() -> bool:

@@ -35,6 +35,8 @@ def apply_demand(tx: Transaction, event: DemandReceived) -> None:
         and since <= failure_history.failed_at > tx.now - tx.policy.failure_echo_s
     ):
         waiting = 0
+    if waiting and model.sleep_requested:
+        tx.put(replace(model, sleep_requested=False))
     others = _list_others(tx, name, reported.gateway)
     old = next((g for m in [tx.state.demand.get(name)] if m for g in m.gateways if g.gateway == reported.gateway), None)
     parents = reported.traceparents

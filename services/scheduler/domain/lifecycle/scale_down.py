@@ -1,7 +1,7 @@
 """Stop instances without eviction.
 
 Those of removed or changed models, on drained nodes, past their keep-alive, and starts without
-demand.
+demand. So are those of a model that was put to sleep while the scheduler did not know of them.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def stop_reason(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
         return order
     if not ready:
         return ("drain", "no request waits for it") if _is_unwanted(tx, i, model) else None
+    if model.sleep_requested and i.trigger != TRIGGER and not tx.state.waiting_count(model.key):
+        return prefer_suspend(tx, i, "drain"), "its model was put to sleep"
     if may_ask and idle is not None and _idle_too_long(tx, i, model, idle):
         return prefer_suspend(tx, i, "if_idle") if resumes_faster(tx.state, i) else "if_idle", "idle for longer than keep_alive"
     return None

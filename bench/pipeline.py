@@ -1,7 +1,7 @@
 """Pipeline groups: time to first token by stages, time per token, and the pauses of moves.
 
     python -m bench.pipeline [--size 60m] [--pace-mib 20] [--stages 1,2,4] [--rounds N]
-        [--parts start,consolidation,migration,burst] [--kv auto] [--prompt 32]
+        [--parts start,consolidation,migration,burst,tpot] [--kv auto] [--prompt 32]
         [--json PATH [--add]]
 
 A mesh of real processes on this machine: as many nodes as the largest group has stages, and one
@@ -28,6 +28,10 @@ burst          eight requests at once to a cold model with an objective that one
                (`one_group`, `replicas.max` 1); and without an objective two instances of one worker
                each (`workers`). Reported: the mean time to the first token, and until all have
                ended. It runs only if `--parts` names it.
+tpot           one engine and a group of each number of stages are up at once, and decode the same
+               prompt in turn, `--rounds` times. Reported: the time per token, and its ratio to
+               that of the engine in the same round (`bench.pipeline_tpot`). It runs only if
+               `--parts` names it.
 
 All processes share the cores of this machine: stages of a group do not compute on hardware of
 their own, as they would on several machines.
@@ -49,6 +53,7 @@ from rich.table import Table
 
 from bench.moving import Bed, Timed, Values, await_tokens, completion, order
 from bench.pipeline_replay import OneWorker, simulate_ttft_s
+from bench.pipeline_tpot import SETTLED, SINGLE, add_ratios, goal_lines, measure_tpot, tpot_ms, tpot_table
 from bench.report import spread, write
 from bench.slow_source import slow_source
 from shared.contracts.models import ModelSpec
@@ -62,12 +67,11 @@ from thaw.demo.models import make_demo_model
 from weights.formats.checkpoint import open_checkpoint
 from weights.formats.stages import layer_sizes
 
-PARTS = ("start", "consolidation", "migration", "burst")
+PARTS = ("start", "consolidation", "migration", "burst", "tpot")
 BESIDE = "beside"
 PROMPT = 32
 TOKENS = 64
 """Of a request in `start`; the first `SETTLED` are no sample of the time per token."""
-SETTLED = 8
 CONTEXT = 8192
 READS = 7000
 """Tokens that the client of `consolidation` reads at most."""
@@ -199,11 +203,6 @@ def download(url: str, directory: Path) -> None:
                 answer.raise_for_status()
                 for _ in answer.iter_bytes():
                     pass
-
-
-def tpot_ms(at: list[float]) -> float:
-    """Return the median time between tokens."""
-    return median(b - a for a, b in pairwise(at)) * 1e3
 
 
 def predicted_ms(mesh: Groups) -> dict[int, float]:
@@ -368,6 +367,7 @@ def goals(figures: Values) -> list[str]:
         if figures.get(f"s{s}.tpot_ms") and figures.get("s1.tpot_ms"):
             ratio = median(figures[f"s{s}.tpot_ms"]) / median(figures["s1.tpot_ms"])
             lines.append(f"time per token of {s} stages by one engine: {ratio:.2f} (goal: at most {GOAL_TPOT})")
+    lines += goal_lines(figures, GOAL_TPOT)
     if gaps := figures.get("consolidation.gap_ms"):
         limit = GOAL_GAP_MS + 2 * median(figures["consolidation.before_ms"])
         lines.append(f"longest gap of consolidation: {spread(gaps)} ms (goal: at most {limit:.0f} ms)")
@@ -397,7 +397,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", default=",".join(PARTS[:3]))
     parser.add_argument("--kv", default="auto", choices=("auto", "always", "never"), help="THAW_MIGRATE_KV of the migrators.")
-    parser.add_argument("--prompt", type=int, default=PROMPT, help="Tokens of the prompt in `consolidation` and `migration`.")
+    parser.add_argument(
+        "--prompt", type=int, default=PROMPT, help="Tokens of the prompt in `consolidation`, `migration` and `tpot`."
+    )
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--add", action="store_true", help="Keep what the file has of other parts.")
     options = parser.parse_args()
@@ -423,6 +425,11 @@ def main() -> None:
                 migration(mesh, options.rounds, figures, options.prompt)
             if "burst" in parts:
                 burst(mesh, options.rounds, figures)
+            if "tpot" in parts:
+                groups = {f"{s} stages": f"s{s}" for s in stages if s > 1}
+                measure_tpot(mesh, {SINGLE: "local", **groups}, options.rounds, options.prompt, figures)
+                add_ratios(figures)
+                shown.print(tpot_table(figures))
     finally:
         mesh.close()
     for line in goals(figures):

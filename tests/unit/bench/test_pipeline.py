@@ -7,7 +7,8 @@ from collections import defaultdict
 import pytest
 
 from bench.moving import Timed, Values
-from bench.pipeline import AFTER, SETTLED, _note, goals, tpot_ms
+from bench.pipeline import AFTER, _note, goals
+from bench.pipeline_tpot import SETTLED, SINGLE, add_ratios, tpot_ms
 
 
 def stream(before_ms: float, pause_ms: float, after_ms: float, moved_at: int) -> Timed:
@@ -62,3 +63,18 @@ def test_goals_are_printed_for_what_was_measured() -> None:
 
 def test_time_per_token_is_the_median() -> None:
     assert tpot_ms([0.0, 0.01, 0.02, 0.5, 0.51]) == pytest.approx(10.0)
+
+
+def test_ratios_of_the_time_per_token_are_those_of_one_round() -> None:
+    figures: Values = defaultdict(list)
+    # The machine is half as fast in the second round: no ratio changes.
+    for speed in (1.0, 2.0):
+        for name, ms, cpu_ms in ((SINGLE, 20.0, 30.0), ("4 stages", 23.0, 36.0)):
+            figures[f"tpot.{name}.ms"].append(ms * speed)
+            figures[f"tpot.{name}.cpu_ms"].append(cpu_ms * speed)
+    add_ratios(figures)
+    assert figures["tpot.4 stages.ratio"] == [pytest.approx(1.15)] * 2
+    assert figures["tpot.4 stages.cpu_ratio"] == [pytest.approx(1.2)] * 2
+    assert f"tpot.{SINGLE}.ratio" not in figures
+    [line] = goals(figures)
+    assert "4 stages by one engine, paired: 1.15 (1.15 to 1.15)" in line

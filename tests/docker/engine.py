@@ -37,6 +37,10 @@ No service depends on Jaeger: the test's receiver gets the traces.
 """
 
 
+POLL_S = 0.5
+"""Time between looks at a container; each runs two commands."""
+
+
 class CommandFailed(subprocess.SubprocessError):
     """A command failed; the message is its output."""
 
@@ -219,7 +223,7 @@ class Project:
             while (state := self.inspect(service)["State"])["Status"] != "running" or state["Health"]["Status"] != "healthy":
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{service} is not healthy: {json.dumps(state)[-2000:]}")
-                time.sleep(0.2)
+                time.sleep(POLL_S)
 
     def left(self) -> list[str]:
         """Return containers, volumes and networks of this project that still exist."""

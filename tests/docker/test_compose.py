@@ -11,7 +11,7 @@ import openai
 import pytest
 import yaml
 
-from tests.docker.engine import OURS, ROOT, Images, Project, docker
+from tests.docker.engine import OURS, POLL_S, ROOT, Images, Project, docker
 from tests.support.otlp import OtlpReceiver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -258,7 +258,7 @@ def test_a_killed_container_is_restarted_and_the_mesh_serves(mesh: Project, clie
     deadline = time.monotonic() + WITHIN_S
     while (state := mesh.inspect(service)["State"])["StartedAt"] == first or state["Status"] != "running":
         assert time.monotonic() < deadline, state
-        time.sleep(0.1)
+        time.sleep(POLL_S)
     mesh.wait_healthy(service)
     with client:
         answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "again"}], max_tokens=4)

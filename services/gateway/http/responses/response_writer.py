@@ -118,10 +118,10 @@ class ResponseWriter:
             sink.before_done = self._late_comments
         self._comments = bytearray()
         self._headers_sent = False
-        self._headers_sent_early = False
-        """The headers were sent with a comment: they announce events and carry no timing."""
+        self._announces_events = False
+        """The headers that were sent announce events, whatever another engine responds later."""
         self._owes_timing = False
-        """The timing, which the headers lack, has not been sent at the end of the stream yet."""
+        """The timing, which headers sent with a comment lack, has not been sent yet."""
         self._written_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -185,18 +185,20 @@ class ResponseWriter:
         passthrough = self._request.response.passthrough
         if passthrough is None:
             return isinstance(self._sink, EventStream)
-        return passthrough.streams and (passthrough.is_event_stream or not self._headers_sent_early)
+        return passthrough.streams and (passthrough.is_event_stream or not self._announces_events)
 
     @property
     def _can_send_events(self) -> bool:
         passthrough = self._request.response.passthrough
-        return self._headers_sent_early or passthrough is None or passthrough.is_event_stream
+        return self._announces_events if self._headers_sent else passthrough is None or passthrough.is_event_stream
 
     @property
     def _has_pending(self) -> bool:
-        passthrough = self._request.response.passthrough
+        """True if `_take` returns something: comments wait for the end of an engine's event."""
+        passthrough, streams = self._request.response.passthrough, self._streams
         pending = passthrough.size if passthrough is not None else self._sink.pending
-        return bool(self._comments or (pending and self._streams))
+        can_comment = passthrough is None or not passthrough.is_event_stream or passthrough.is_between_events
+        return bool((self._comments and can_comment) or (pending and streams))
 
     def _take(self) -> bytes:
         passthrough, comments = self._request.response.passthrough, bytes(self._comments)
@@ -207,10 +209,10 @@ class ResponseWriter:
             self._comments.clear()
             return comments
         data = self._insert_timing(passthrough.take())
-        if not passthrough.is_between_events:
+        if passthrough.is_event_stream and not passthrough.is_between_events:
             return data
         self._comments.clear()
-        return data + comments
+        return data + comments if passthrough.is_event_stream else data
 
     def _failure(self, error: ThawError) -> bytes:
         """Format the end of a stream that broke off: pending output, then the error."""
@@ -227,9 +229,7 @@ class ResponseWriter:
         if passthrough is None:
             return b""
         used = self._usage_comment() if passthrough.is_event_stream and passthrough.is_between_events else b""
-        if not self._headers_sent_early:
-            return used
-        if not self._streams:
+        if not self._streams:  # though the headers announce events
             return self._error_format.event(_unexpected_response(passthrough), 0)
         return (self._late_headers() if self._owes_timing else b"") + used
 
@@ -267,11 +267,11 @@ class ResponseWriter:
         self._headers_sent = True
         request, passthrough = self._request, self._request.response.passthrough
         is_early = request.stats.first_token_at is None and passthrough is None
-        self._headers_sent_early = self._owes_timing = is_early
+        self._announces_events, self._owes_timing = passthrough is None or passthrough.is_event_stream, is_early
         status, headers = 200, {"content-type": EVENT_STREAM}
         if passthrough is not None:
             status, headers = passthrough.head.status, passthrough_headers(passthrough)
-        if passthrough is None or passthrough.is_event_stream:
+        if self._announces_events:
             headers |= _UNBUFFERED
         headers |= request.headers if is_early else extra_headers(request)
         raw = [(k.encode(), v.encode()) for k, v in headers.items()]
@@ -287,7 +287,7 @@ class ResponseWriter:
 
     def _late_comments(self) -> bytes:
         """Format what precedes `[DONE]`: late headers, and what the request used."""
-        late = self._late_headers() if self._headers_sent_early else b""
+        late = self._late_headers() if self._owes_timing else b""
         return late + self._usage_comment()
 
     def _usage_comment(self) -> bytes:

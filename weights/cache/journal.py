@@ -93,7 +93,11 @@ class Journal:
             return
 
     def _put(self, piece: Piece) -> None:
-        self.pieces.setdefault(piece.file, {})[piece.offset] = piece
+        pieces = self.pieces.setdefault(piece.file, {})
+        before, pieces[piece.offset] = pieces.get(piece.offset), piece
+        if before is not None and before.length > piece.length:  # it was damaged, and is being fetched again
+            self._count_again(piece.file)
+            return
         self.there.setdefault(piece.file, RangeSet()).add(piece.offset, piece.offset + piece.length)
 
     def begin(self, head: JournalHead) -> None:
@@ -118,12 +122,13 @@ class Journal:
 
     def remove(self, piece: Piece) -> None:
         """Remove `piece`, which the disk does not have."""
-        pieces = self.pieces.get(piece.file, {})
-        pieces.pop(piece.offset, None)
-        there = RangeSet()
-        for other in pieces.values():
-            there.add(other.offset, other.offset + other.length)
-        self.there[piece.file] = there
+        self.pieces.get(piece.file, {}).pop(piece.offset, None)
+        self._count_again(piece.file)
+
+    def _count_again(self, file: int) -> None:
+        there = self.there[file] = RangeSet()
+        for piece in self.pieces.get(file, {}).values():
+            there.add(piece.offset, piece.offset + piece.length)
 
     def drop(self, file: int) -> None:
         """Remove all pieces of one file; followers restart from the beginning.

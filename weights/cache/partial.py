@@ -11,11 +11,12 @@ import os
 import shutil
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shared.contracts.segment import PAGE
 from weights.cache.journal import Journal, JournalHead, Piece, head_of
+from weights.cache.ranges import RangeSet
 from weights.tiers.port import TierFile
 
 
@@ -37,10 +38,14 @@ class PartialModel:
         if writes:
             directory.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(directory)
-        if writes:
-            self.take_over()
-        else:
-            self._journal.refresh()
+        try:
+            if writes:
+                self.take_over()
+            else:
+                self._journal.refresh()
+        except BaseException:
+            self.close()
+            raise
 
     def take_over(self) -> None:
         """Continue where another process ended, or begin."""
@@ -89,10 +94,12 @@ class PartialModel:
             return True
         if not self.has(file, offset, len(into)):
             return False
-        index = self._index[file.name]
         end = offset + len(into)
         with self._lock:
-            pieces = [p for p in self._journal.pieces[index].values() if p.offset < end and p.offset + p.length > offset]
+            known = self._journal.pieces.get(self._index[file.name], {}).values()
+            pieces = [p for p in known if p.offset < end and p.offset + p.length > offset]
+        if not _cover(pieces, offset, end):  # another thread has found one damaged meanwhile
+            return False
         if len(pieces) == 1 and (pieces[0].offset, pieces[0].length) == (offset, len(into)):
             return self._read_whole(file.name, pieces[0], into)
         for piece in pieces:
@@ -197,3 +204,11 @@ class PartialModel:
                     flags = os.O_RDWR | os.O_CREAT
                 self._fds[key] = os.open(path, flags | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o644)
             return self._fds[key]
+
+
+def _cover(pieces: Iterable[Piece], start: int, end: int) -> bool:
+    """True if `pieces` have every byte from `start` up to `end`."""
+    ranges = RangeSet()
+    for piece in pieces:
+        ranges.add(piece.offset, piece.offset + piece.length)
+    return ranges.covers(start, end)

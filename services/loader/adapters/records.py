@@ -5,7 +5,6 @@ That is the pool, a record per complete weights, and a lock.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -89,7 +88,8 @@ class Records:
             log.error("failed to write a weights record", extra={"path": str(path), "error": str(e)})
 
     def remove(self, weights_id: str) -> None:
-        self._path(weights_id).unlink(missing_ok=True)
+        """Remove a record, whose memory is freed next. A disk error is only logged."""
+        _remove(self._path(weights_id))
 
     def recover(self, pool: PoolMemory) -> tuple[list[WeightsRecord], tuple[int, ...]]:
         """Recover the pool and the records of an earlier loader.
@@ -121,8 +121,7 @@ class Records:
         names = {self._path(r.weights_id).name for r in found}
         for path in self._weights.iterdir():
             if path.name not in names:
-                with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
+                _remove(path)
         return found, mapped
 
     def _path(self, weights_id: str) -> Path:
@@ -135,6 +134,13 @@ class Records:
             log.warning("dropped an unreadable weights record", extra={"file": str(path), "error": str(e)})
             return None
         return record if record.weights_id == path.stem else None
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as e:
+        log.error("failed to remove a weights record", extra={"path": str(path), "error": str(e)})
 
 
 def _is_whole(record: WeightsRecord, pool: PoolMemory) -> bool:

@@ -15,7 +15,7 @@ from services.loader.adapters.run import Threads
 from services.loader.adapters.runs import Runs
 from services.loader.domain.events import Event
 from services.loader.handlers import Loader
-from shared.contracts.loader import AttachWeights, Inspected, InspectModel, LoaderStatus, WeightsAttached
+from shared.contracts.loader import AttachWeights, Inspected, InspectModel, LoaderStatus, ReleaseWeights, WeightsAttached
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import InstanceState, InstanceStatus, NodeOutline, NodeStatus
 from shared.contracts.segment import segment_prefix
@@ -128,6 +128,16 @@ async def test_holders_are_written_down(bench: Bench, tmp_path: Path) -> None:
     assert bench.status(next_life).segments[0].holders == ("a", "b")
     await next_life.stop()
     assert bench.pool.count_allocated() == found.total_bytes
+
+
+async def test_weights_are_released_although_their_record_cannot_be_removed(bench: Bench, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    card = await bench.card(tmp_path / "m")
+    (tmp_path / "home" / "loader" / "weights" / f"{card.info.revision}.json").mkdir()
+    await bench.attach("a", card)
+    async with asyncio.timeout(60):
+        await bench.loader.handle(ReleaseWeights(instance_id="a"))
+    assert bench.pool.count_allocated() == 0
 
 
 async def test_a_stopped_loader_refuses(bench: Bench, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ from shared.unit_charges import units_by_device
 
 log = logging.getLogger(__name__)
 _RELEASES_WITHIN_S = 2.0
-_ADOPTED_WITHIN_S = 5.0
+_STOPPING_WITHIN_S = 5.0
 
 
 async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
@@ -173,7 +173,7 @@ class Nodeagent:
             return 0
         for record in known:
             _adopt(record, self.loop, self.effects, self.timelines, self.executors)
-        await self.loop.wait_until(lambda state: len(state.instances) >= len(known), _ADOPTED_WITHIN_S)
+        await self.loop.wait_until_idle()
         await self.suspender.reap_strays(frozenset(i.instance_id for i in self.loop.state.list_live()))
         commands = self.mesh.respond(subjects.node_command(node), NODE_COMMAND, self._on_command, concurrent=True)
         await commands.start()
@@ -242,7 +242,7 @@ class Nodeagent:
         """Drain every engine within its deadline, and publish the final status."""
         loop, settings = self.loop, self.settings
         loop.post(e.Shutdown(settings.stop_timeout))
-        await loop.wait_until(lambda s: s.stopping, _ADOPTED_WITHIN_S)
+        await loop.wait_until(lambda s: s.stopping, _STOPPING_WITHIN_S)
         await self.publisher.publish()
         ended_within = settings.stop_timeout + 2 * settings.kill_grace
         if not await loop.wait_until(lambda s: all(i.process is Process.GONE for i in s.list_live()), ended_within):

@@ -38,6 +38,12 @@ class Loop:
             for effect in effects:
                 self._perform(effect)
             self._changed.set()
+            if not isinstance(event, Tick):
+                self._events.task_done()
+
+    async def wait_until_idle(self) -> None:
+        """Return when no event waits, and the effects of all have been performed."""
+        await self._events.join()
 
     async def wait_until(self, predicate: Callable[[NodeState], bool], within_s: float) -> bool:
         """Wait until the state satisfies `predicate`.

@@ -8,7 +8,7 @@ import time
 from services.nodeagent.domain import events as e
 from services.nodeagent.loop import Loop
 from shared.contracts.node import InstanceState
-from tests.unit.nodeagent.world import World, report
+from tests.unit.nodeagent.world import ERROR, World, report
 
 
 async def test_constant_flow_of_events_does_not_delay_deadlines() -> None:
@@ -33,3 +33,16 @@ async def test_constant_flow_of_events_does_not_delay_deadlines() -> None:
     running.cancel()
     assert e.Forget("gone") in has_reported[:10]
     assert "gone" not in loop.state.instances
+
+
+async def test_adoption_is_over_though_ended_instances_are_forgotten_meanwhile() -> None:
+    """Records may be of instances that ended longer ago than they are shown."""
+    running = World().ready("running")
+    ended = World().ready("ended").model_copy(update={"state": InstanceState.STOPPED, "ended_at": time.monotonic() - 1000})
+    loop = Loop(World().state, lambda _: None)
+    for instance in (ended, running):
+        loop.post(e.Adopted(instance, alive=True, error=ERROR))
+    deciding = asyncio.create_task(loop.run())
+    await loop.wait_until_idle()
+    deciding.cancel()
+    assert set(loop.state.instances) == {"running"}

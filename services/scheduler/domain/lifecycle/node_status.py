@@ -86,6 +86,9 @@ def apply_node_status(tx: Transaction, status: NodeStatus, changed: frozenset[st
 def _update_known(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
     if s.bound_by and s.device_ids != i.device_ids and i.ready_at is None and i.state in _BEFORE_READY:
         i = bind_start(tx, i, s)
+    if i.leaving != "no" and i.stop_at is None and (s.state is InstanceState.READY or s.state.starting):
+        i = replace(i, leaving="no", leave_reason="")  # its node drained it, by no command of this scheduler, and kept it
+        tx.put(i)
     tx.put(_report_of(tx, s))
     learn_memory(tx, s)
     match s.state:

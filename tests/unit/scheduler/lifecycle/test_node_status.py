@@ -198,3 +198,21 @@ def test_changes_of_a_node_that_was_silent_are_taken_as_a_whole(w: World) -> Non
     assert not w.state.instances
     w.send(NodeStatusReceived(w.now, agent.status(w.now), frozenset()))
     assert [i.model for i in w.state.instances.values()] == ["a"], "its instances were adopted"
+
+
+def test_instance_that_its_node_drained_and_kept_serves_again(w: World) -> None:
+    """Its node was silent while the instance was being suspended, which then did not succeed."""
+    w.node()
+    w.model("a", keep_alive=10)
+    running = w.up("a")
+    w.tick(6, nodes_report=False)
+    running.state = DRAINING
+    w.hear()
+    running.state = InstanceState.READY
+    w.hear()
+    assert w.demand("a").outlook == "ready"
+    assert len(w.starts("a")) == 1
+    w.demand("a", waiting=0)
+    running.idle_since = w.now
+    w.tick(20)
+    assert running.state is DRAINING, "its keep-alive is over"

@@ -1,8 +1,9 @@
 """The two connections of a stage: frames from the stage before, and to the next one.
 
-Each has a thread of its own, so that a stage receives and sends while it computes. Both queues are
-bounded. A stage that does not keep up stops reading, TCP's window closes, and the stages before it
-wait: no stage stores more than a few frames.
+Each has a thread of its own, so that a stage receives and sends while it computes. Small frames do
+without the sender's thread while no other frame waits: its wake-up takes longer than the sending.
+Both queues are bounded. A stage that does not keep up stops reading, TCP's window closes, and the
+stages before it wait: no stage stores more than a few frames.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import queue
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,6 +72,44 @@ class Connection:
         """Wake the threads that wait for a frame or for room."""
 
 
+class _Reader:
+    """Reads a socket in pieces of any length: a small frame by one call of the system."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = memoryview(bytearray(_JOINED_BYTES))
+        self._start = self._end = 0  # of the bytes that are received and not read
+
+    def read(self, count: int) -> bytearray:
+        """Return the next `count` bytes.
+
+        Raises:
+            EOFError: The stage has ended.
+        """
+        data = bytearray(count)
+        done = self._take(data, 0)
+        with memoryview(data) as view:
+            while done < count:
+                is_large = count - done >= len(self._buffer)
+                got = self._sock.recv_into(view[done:] if is_large else self._buffer)
+                if got == 0:
+                    within = f" within a frame ({done} of {count} bytes)" if done else ""
+                    raise EOFError(f"the stage has ended{within}")
+                if is_large:
+                    done += got
+                else:
+                    self._start, self._end = 0, got
+                    done = self._take(data, done)
+        return data
+
+    def _take(self, data: bytearray, done: int) -> int:
+        """Move received bytes to `data` from `done` on, and return its new end."""
+        taken = min(len(data) - done, self._end - self._start)
+        data[done : done + taken] = self._buffer[self._start : self._start + taken]
+        self._start += taken
+        return done + taken
+
+
 class Inbound(Connection):
     """Frames of the stage before."""
 
@@ -92,7 +132,9 @@ class Inbound(Connection):
 
         It is called from any thread.
         """
-        self._frames: queue.Queue[Frame | None] = queue.Queue(QUEUED_FRAMES)
+        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(QUEUED_FRAMES)
+        self._reader = _Reader(sock)
         self._thread = threading.Thread(target=self._receive, name="stage-in", daemon=True)
         self._thread.start()
 
@@ -112,14 +154,15 @@ class Inbound(Connection):
             raise RunnerLost(self._error or f"{self._peer} has sent nothing for {timeout_s:g} s") from None
         if frame is None:
             raise RunnerLost(self._error or "the connection is closed")
+        self._room.release()
         return frame
 
     def _receive(self) -> None:
         try:
             while True:
-                lengths = decode_header(STAGES, bytes(self._read(HEADER_BYTES)), self._max_data_bytes)
-                message = decode_message(STAGES, bytes(self._read(lengths.message)))
-                frame = Frame(message, self._read(lengths.data))
+                lengths = decode_header(STAGES, bytes(self._reader.read(HEADER_BYTES)), self._max_data_bytes)
+                message = decode_message(STAGES, bytes(self._reader.read(lengths.message)))
+                frame = Frame(message, self._reader.read(lengths.data))
                 if self.on_report is not None and isinstance(message, KvReceived):
                     self.on_report(message)
                     continue
@@ -131,28 +174,14 @@ class Inbound(Connection):
             self._fail(str(e) or type(e).__name__)
 
     def _put(self, frame: Frame) -> None:
-        while self._error is None:
-            with contextlib.suppress(queue.Full):
-                self._frames.put(frame, timeout=1.0)
-                return
-        raise EOFError
-
-    def _read(self, count: int) -> bytearray:
-        data = bytearray(count)
-        with memoryview(data) as view:
-            done = 0
-            while done < count:
-                got = self._sock.recv_into(view[done:])
-                if got == 0:
-                    raise EOFError(
-                        "the stage has ended" if done == 0 else f"the stage has ended within a frame ({done} of {count} bytes)"
-                    )
-                done += got
-        return data
+        self._room.acquire()
+        if self._error is not None:
+            raise EOFError
+        self._frames.put(frame)
 
     def _wake(self) -> None:
-        with contextlib.suppress(queue.Full):  # a full queue wakes its reader anyway
-            self._frames.put_nowait(None)
+        self._frames.put(None)
+        self._room.release()
         self._on_frame()
         if self.on_report is not None:
             self.on_report(None)
@@ -172,7 +201,9 @@ class Outbound(Connection):
         """
         super().__init__(sock, peer, on_lost)
         self._within_s = send_within_s
-        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._unsent: deque[Frame | memoryview] = deque()  # a view is the rest of a frame that is sent in part
+        self._turn = threading.Lock()  # its holder sends, from the first unsent frame on
+        self._wakeups: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: the thread ends
         self._room = threading.Semaphore(QUEUED_FRAMES)  # not bounded: `_wake` releases it too
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
@@ -190,37 +221,77 @@ class Outbound(Connection):
         if not frame.data:
             self.put_small(frame.message)
             return
+        if self._send_now(frame):
+            return
         if self._error is None and not self._room.acquire(timeout=self._within_s):
             self._fail(f"it has read nothing for {self._within_s:g} s")
         if self._error is not None:
             raise RunnerLost(self._error)
-        self._frames.put(frame)
+        self._enqueue(frame)
 
     def put_small(self, message: StageMessage) -> None:
         """Send a message without data, after all frames so far. Never waits and never raises."""
-        if self._error is None:
-            self._frames.put(Frame(message))
+        frame = Frame(message)
+        if self._error is None and not self._send_now(frame):
+            self._enqueue(frame)
 
     def flush_and_close(self, within_s: float) -> None:
         """Close the connection when all frames are sent, or after `within_s`."""
         self._is_closing = True
-        self._frames.put(None)
+        self._wakeups.put(False)
         self._threads[0].join(within_s)
         self.close()
 
-    def _send(self) -> None:
+    def _enqueue(self, frame: Frame) -> None:
+        """Let the thread send a frame. Never waits: garbage collection may call it anywhere."""
+        self._unsent.append(frame)
+        self._wakeups.put(True)
+
+    def _send_now(self, frame: Frame) -> bool:
+        """Send a small frame unless another one is unsent. Never waits.
+
+        Returns:
+            False if the frame is still to be sent.
+        """
+        if len(frame.data) > _JOINED_BYTES or not self._turn.acquire(blocking=False):
+            return False
         try:
-            while (frame := self._frames.get()) is not None:
-                head = encode_head(STAGES, frame.message, len(frame.data))
-                if len(frame.data) <= _JOINED_BYTES:
-                    self._sock.sendall(b"".join((head, frame.data)))
-                else:
-                    self._sock.sendall(head)
-                    self._sock.sendall(frame.data)
-                if frame.data:
-                    self._room.release()
+            if self._unsent or self._error is not None:
+                return False
+            data = memoryview(b"".join((encode_head(STAGES, frame.message, len(frame.data)), frame.data)))
+            with contextlib.suppress(BlockingIOError):
+                data = data[self._sock.send(data, socket.MSG_DONTWAIT) :]
+            if data:
+                self._unsent.appendleft(data)
+                self._wakeups.put(True)
         except (OSError, ProtocolError) as e:
             self._fail(str(e) or type(e).__name__)
+            return False
+        finally:
+            self._turn.release()
+        return True
+
+    def _send(self) -> None:
+        try:
+            while self._wakeups.get():
+                with self._turn:
+                    while self._unsent:
+                        self._transmit(self._unsent.popleft())
+        except (OSError, ProtocolError) as e:
+            self._fail(str(e) or type(e).__name__)
+
+    def _transmit(self, frame: Frame | memoryview) -> None:
+        if isinstance(frame, memoryview):
+            self._sock.sendall(frame)
+            return
+        head = encode_head(STAGES, frame.message, len(frame.data))
+        if len(frame.data) <= _JOINED_BYTES:
+            self._sock.sendall(b"".join((head, frame.data)))
+        else:
+            self._sock.sendall(head)
+            self._sock.sendall(frame.data)
+        if frame.data:
+            self._room.release()
 
     def _watch(self) -> None:
         """Notice the end of the next stage while nothing is sent.
@@ -239,5 +310,5 @@ class Outbound(Connection):
             self._fail(str(e) or type(e).__name__)
 
     def _wake(self) -> None:
-        self._frames.put(None)
+        self._wakeups.put(False)
         self._room.release(QUEUED_FRAMES)  # each `put` that waits raises: the connection has failed

@@ -18,7 +18,7 @@ from services.engine.domain.stage_frames import GREETING, STAGES
 from services.engine.generation.runner import RunnerLost
 from services.engine.stages import handshake
 from services.engine.stages.connections import QUEUED_FRAMES, Frame, Inbound, Outbound
-from shared.contracts.stages import GroupCapacity, LayerRange, Stage, StageResult
+from shared.contracts.stages import GroupCapacity, LayerRange, Stage, StageRelease, StageResult
 from shared.engines.secret_proof import NONCE_BYTES
 
 if TYPE_CHECKING:
@@ -186,22 +186,68 @@ class HookedSocket(socket.socket):
 
     after_send: Callable[[], None]
 
+    def send(self, data: ReadableBuffer, flags: int = 0, /) -> int:
+        sent = super().send(data, flags)
+        self.after_send()
+        return sent
+
     def sendall(self, data: ReadableBuffer, flags: int = 0, /) -> None:
         super().sendall(data, flags)
         self.after_send()
 
 
-def test_connection_that_is_closed_during_a_send_ends_quietly(pair: tuple[socket.socket, socket.socket]) -> None:
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_connection_that_is_closed_during_a_send_ends_quietly(pair: tuple[socket.socket, socket.socket], size: int) -> None:
     losses = Losses()
     with HookedSocket(fileno=pair[0].detach()) as hooked:
         outbound = Outbound(hooked, "stage 1", losses.put, WITHIN_S)
         hooked.after_send = outbound.close
-        outbound.put(Frame(StageResult(number=0), b"x"))
+        outbound.put(Frame(StageResult(number=0), bytes(size)))
         outbound.flush_and_close(WITHIN_S)
         for _ in range(2 * QUEUED_FRAMES):  # none waits for room
             with pytest.raises(RunnerLost, match="has closed the connection"):
                 outbound.put(Frame(StageResult(number=0), b"x"))
     assert losses.empty()
+
+
+def test_message_that_is_sent_during_a_send_follows_its_frame(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Garbage collection releases sequences at any time, also on the thread that sends."""
+    inbound = Inbound(pair[1], "before", 1 << 20, Losses().put, lambda: None)
+    with HookedSocket(fileno=pair[0].detach()) as hooked:
+        outbound = Outbound(hooked, "next", Losses().put, WITHIN_S)
+        inner = [StageRelease(sequences=(7,))]
+
+        def release() -> None:
+            if inner:
+                outbound.put_small(inner.pop())
+
+        hooked.after_send = release
+        outbound.put(Frame(StageResult(number=0), b"x"))
+        outbound.put(Frame(StageResult(number=1), b"y"))
+        assert [inbound.get(WITHIN_S).message for _ in range(3)] == [
+            StageResult(number=0),
+            StageRelease(sequences=(7,)),
+            StageResult(number=1),
+        ]
+        outbound.flush_and_close(WITHIN_S)
+    inbound.close()
+
+
+def test_frames_beyond_the_room_of_the_socket_arrive_whole_and_in_order(pair: tuple[socket.socket, socket.socket]) -> None:
+    for end, option in zip(pair, (socket.SO_SNDBUF, socket.SO_RCVBUF), strict=True):
+        end.setsockopt(socket.SOL_SOCKET, option, 4096)
+    outbound = Outbound(pair[0], "next", Losses().put, WITHIN_S)
+    sizes = [60_000, 1, 30_000, 70_000, 5]
+    sent = [Frame(StageResult(number=n), os.urandom(size)) for n, size in enumerate(sizes)]
+    for frame in sent:
+        outbound.put(frame)
+    outbound.put_small(StageRelease(sequences=(1,)))
+    inbound = Inbound(pair[1], "before", 1 << 20, Losses().put, lambda: None)
+    received = [inbound.get(WITHIN_S) for _ in range(len(sent) + 1)]
+    assert [(f.message, bytes(f.data)) for f in received[:-1]] == [(f.message, f.data) for f in sent]
+    assert received[-1].message == StageRelease(sequences=(1,))
+    outbound.flush_and_close(WITHIN_S)
+    inbound.close()
 
 
 def test_no_frame_within_the_time_is_an_error(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -2,36 +2,33 @@
 (ServerlessLLM §6.2).
 
 The paper names "a dynamic programming approach to minimize migration time" and gives no recurrence;
-this one is ours. Victims 1..n of a device hold s_i bytes. Victim i can move to device d in t(i, d)
+this search is ours. Victims of a device hold s_i bytes. Victim i can move to device d in t(i, d)
 seconds (loading its model there, and a·(t_in + t_out) + b to take over the tokens), where F_d bytes
-are free. An idle victim is unloaded in `unload_s`. Let T(i, f, u) be the least total time in which
-the first i victims free f bytes (counted up to `short`) with u_d bytes taken at each destination:
+are free. An idle victim is unloaded in `unload_s`. Wanted are the victims, and a way for each, that
+free `short` bytes in the least total time while no destination takes more than F_d. Ties: fewer
+victims first, then the least recently used.
 
-    T(0, 0, 0) = 0
-    T(i, f, u) = min( T(i-1, f, u)                                    i stays
-                    , T(i-1, f', u)                 if i is idle       it is unloaded
-                    , min over d of T(i-1, f', u - s_i·e_d) + t(i, d)  it moves, while u_d <= F_d )
-      with f = min(short, f' + s_i)
-
-The answer is the least T(n, short, u) over all u. Ties: fewer victims first, then the least
-recently used. States that another state dominates are dropped, and so are states that cost more
-than a complete plan, which keeps the table small.
+It is a knapsack with a capacity for each destination, so the search is a branch and bound. Victims
+are decided in the order of their least seconds for each byte, with the quickest way first: the
+first complete plan is the greedy one. A branch ends if the bytes that it still needs, freed by the
+victims that follow at their least seconds for each byte, take longer than the best plan. A table
+over bytes and destinations grows with the product of all bytes that destinations can have taken:
+it took seconds for 16 victims with 4 destinations.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 from services.scheduler.domain.policies.port import MigrationTarget, Resident
 
-FRONT = 256
-"""States kept at each step at most; beyond, the cheapest few of each part of `short`.
-
-Up to 8 victims with one target each this is never reached. With more victims the plan is valid, but
-not always optimal.
-"""
-PARTS = 64
+MOST_BRANCHES = 2_000
+"""Branches that a search examines at most, in some milliseconds: then the best plan is taken."""
+_ROUNDING_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,61 +52,107 @@ class EvictionPlan:
     freed: int
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
+class _Way(NamedTuple):
+    """How a victim can leave; `device` is empty if it is unloaded."""
+
+    seconds: float
+    device: str
+
+
+class _Branch(NamedTuple):
+    """A decision on the first `decided` victims."""
+
+    decided: int
+    freed: int
     cost: tuple[float, int, float]
     """Seconds, number of victims, sum of their last uses."""
-    freed: int
-    used: tuple[int, ...]
-    moves: tuple[tuple[str, str], ...]
+    used: tuple[tuple[str, int], ...]
+    """Bytes taken at each destination that has any."""
+    moves: tuple[tuple[int, str], ...]
+    """Victims by index, with their destinations."""
 
 
 def least_time(victims: Sequence[EvictionCandidate], short: int) -> EvictionPlan | None:
-    """Solve the recurrence above; None: the victims cannot free `short` bytes."""
-    devices = sorted({m.device for v in victims for m in v.moves})
+    """Find the plan of the least total time that frees `short` bytes.
+
+    None: no plan frees them, or none was found in `MOST_BRANCHES`.
+    """
     free = {m.device: m.free_bytes for v in victims for m in v.moves}
-    at = {d: n for n, d in enumerate(devices)}
-    front = [_State((0.0, 0, 0.0), 0, (0,) * len(devices), ())]
-    best: _State | None = front[0] if short <= 0 else None
-    for victim in sorted(victims, key=lambda v: (v.last_used, v.key)):
-        reached = list(front)
-        for state in front:
-            if victim.unload_s is not None:
-                reached.append(_add_victim(state, victim, "", victim.unload_s, state.used))
-            for move in victim.moves:
-                n = at[move.device]
-                taken = state.used[n] + victim.nbytes
-                if taken <= free[move.device]:
-                    used = (*state.used[:n], taken, *state.used[n + 1 :])
-                    reached.append(_add_victim(state, victim, move.device, move.total_s, used))
-        for state in reached:
-            if state.freed >= short and (best is None or (state.cost, state.moves) < (best.cost, best.moves)):
-                best = state
-        limit = best
-        front = _prune_to_front([s for s in reached if s.freed < short and (limit is None or s.cost < limit.cost)], short)
-    return EvictionPlan(best.moves, best.cost[0], best.freed) if best is not None else None
+    ordered = sorted((v for v in victims if v.nbytes > 0 and _ways_of(v)), key=_seconds_per_byte)
+    bound = _Bound(ordered)
+    best: _Branch | None = None
+    branches = [_Branch(0, 0, (0.0, 0, 0.0), (), ())]
+    for _ in range(MOST_BRANCHES):
+        if not branches:
+            break
+        branch = branches.pop()
+        if branch.freed >= short:
+            if best is None or _rank(branch, ordered) < _rank(best, ordered):
+                best = branch
+        elif bound.may_improve(branch, short, best):
+            branches += _split(branch, ordered[branch.decided], free)
+    if best is None:
+        return None
+    kept = sorted(((ordered[i], device) for i, device in best.moves), key=lambda m: (m[0].last_used, m[0].key))
+    return EvictionPlan(tuple((v.key, device) for v, device in kept), best.cost[0], best.freed)
 
 
-def _add_victim(state: _State, victim: EvictionCandidate, device: str, seconds: float, used: tuple[int, ...]) -> _State:
-    total, count, recency = state.cost
-    cost = (total + seconds, count + 1, recency + victim.last_used)
-    return _State(cost, state.freed + victim.nbytes, used, (*state.moves, (victim.key, device)))
+def _ways_of(victim: EvictionCandidate) -> list[_Way]:
+    """Return the ways of a victim that fit by themselves, the slowest first."""
+    ways = [_Way(m.total_s, m.device) for m in victim.moves if victim.nbytes <= m.free_bytes]
+    if victim.unload_s is not None:
+        ways.append(_Way(victim.unload_s, ""))
+    return sorted(ways, reverse=True)
 
 
-def _prune_to_front(states: list[_State], short: int) -> list[_State]:
-    kept: list[_State] = []
-    for state in sorted(states, key=lambda s: (s.cost, -s.freed, s.used, s.moves)):
-        freed = min(short, state.freed)
-        if not any(min(short, k.freed) >= freed and all(a <= b for a, b in zip(k.used, state.used, strict=True)) for k in kept):
-            kept.append(state)
-    if len(kept) <= FRONT:
-        return kept
-    parts: dict[int, list[_State]] = {}
-    for state in kept:
-        part = parts.setdefault(min(short, state.freed) * PARTS // short, [])
-        if len(part) < FRONT // PARTS:
-            part.append(state)
-    return [s for part in parts.values() for s in part]
+def _seconds_per_byte(victim: EvictionCandidate) -> tuple[float, float, str]:
+    return _ways_of(victim)[-1].seconds / victim.nbytes, victim.last_used, victim.key
+
+
+def _rank(branch: _Branch, ordered: Sequence[EvictionCandidate]) -> tuple[object, ...]:
+    return branch.cost, sorted((ordered[i].last_used, ordered[i].key, device) for i, device in branch.moves)
+
+
+def _split(branch: _Branch, victim: EvictionCandidate, free: dict[str, int]) -> list[_Branch]:
+    """Decide on the next victim; the last branch is examined first."""
+    seconds, count, recency = branch.cost
+    found = [branch._replace(decided=branch.decided + 1)]  # it stays
+    used = dict(branch.used)
+    for way in _ways_of(victim):
+        taken = used
+        if way.device:
+            taken = {**used, way.device: used.get(way.device, 0) + victim.nbytes}
+            if taken[way.device] > free[way.device]:
+                continue
+        cost = (seconds + way.seconds, count + 1, recency + victim.last_used)
+        moves = (*branch.moves, (branch.decided, way.device))
+        found.append(_Branch(branch.decided + 1, branch.freed + victim.nbytes, cost, tuple(taken.items()), moves))
+    return found
+
+
+class _Bound:
+    """The least cost at which victims can complete a branch, whatever destinations have taken."""
+
+    def __init__(self, ordered: Sequence[EvictionCandidate]) -> None:
+        self._bytes = list(accumulate((v.nbytes for v in ordered), initial=0))
+        self._seconds = list(accumulate((_ways_of(v)[-1].seconds for v in ordered), initial=0.0))
+        largest = list(accumulate((v.nbytes for v in reversed(ordered)), max))
+        self._largest = largest[::-1]
+
+    def may_improve(self, branch: _Branch, short: int, best: _Branch | None) -> bool:
+        """False if no plan of this branch frees `short` bytes, or is better than `best`."""
+        at, wanted = branch.decided, self._bytes[branch.decided] + short - branch.freed
+        if wanted > self._bytes[-1]:
+            return False
+        if best is None:
+            return True
+        last = bisect_left(self._bytes, wanted) - 1  # the victim that is counted in part
+        part = (wanted - self._bytes[last]) / (self._bytes[last + 1] - self._bytes[last])
+        seconds = self._seconds[last] + part * (self._seconds[last + 1] - self._seconds[last]) - self._seconds[at]
+        least = branch.cost[0] + seconds
+        if abs(least - best.cost[0]) > _ROUNDING_S:
+            return least < best.cost[0]
+        return branch.cost[1] - (branch.freed - short) // self._largest[at] <= best.cost[1]
 
 
 def ways_out(resident: Resident) -> tuple[MigrationTarget, ...]:

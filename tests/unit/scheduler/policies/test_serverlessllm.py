@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import product
+from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +51,7 @@ def brute_force(victims: list[EvictionCandidate], short: int) -> float | None:
 
 @settings(deadline=None)
 @given(victims=departures(), short=st.integers(1, 40))
-def test_recurrence_finds_the_same_optimum_as_exhaustive_search(victims: list[EvictionCandidate], short: int) -> None:
+def test_search_finds_the_same_optimum_as_every_assignment(victims: list[EvictionCandidate], short: int) -> None:
     found = least_time(victims, short)
     best = brute_force(victims, short)
     assert (found.seconds if found is not None else None) == best
@@ -122,14 +124,45 @@ def test_shepherd_preempts_instances_that_serverlessllm_migrates() -> None:
     assert shepherd.clear(ask(), device("s1/0", resident("stuck", 10)), 10, 0.0) is None
 
 
-def test_many_victims_stay_within_the_table() -> None:
-    """Many victims stay within the table.
-
-    Sixteen busy instances have three destinations each (4^16 assignments): bounded work, and a
-    valid plan.
-    """
+def test_sixteen_equally_slow_victims_with_three_destinations_have_a_plan() -> None:
     moves = tuple(MigrationTarget(f"s{d}/0", 1.0 + d, 120) for d in range(3))
     victims = [EvictionCandidate(f"v{n}", 10 + n, float(n), moves) for n in range(16)]
     found = least_time(victims, 200)
     assert found is not None
     assert found.freed >= 200
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_random_plan_for_sixteen_victims_beats_the_search(seed: int) -> None:
+    random = Random(seed)
+    free = {f"s{d}/0": random.randint(5_000, 20_000) for d in range(7)}
+    victims = []
+    for n in range(16):
+        where = random.sample(sorted(free), 4)
+        moves = tuple(MigrationTarget(d, random.uniform(0, 3), free[d]) for d in where)
+        unload_s = random.uniform(0, 1) if random.random() < 0.3 else None
+        victims.append(EvictionCandidate(f"v{n}", random.randint(300, 3_000), random.random(), moves, unload_s))
+    short = sum(v.nbytes for v in victims) * random.randint(2, 8) // 10
+    found = least_time(victims, short)
+    assert found is not None
+    plans = filter(None, (random_plan(random, victims, free, short) for _ in range(300)))
+    assert min(plans) >= found.seconds
+
+
+def random_plan(random: Random, victims: list[EvictionCandidate], free: dict[str, int], short: int) -> float | None:
+    """Return the time of a plan that moves or unloads victims at random until enough is free."""
+    left, seconds = dict(free), 0.0
+    for victim in random.sample(victims, len(victims)):
+        if short <= 0:
+            return seconds
+        fitting = [m for m in victim.moves if left[m.device] >= victim.nbytes]
+        if victim.unload_s is not None:
+            seconds += victim.unload_s
+        elif fitting:
+            move = random.choice(fitting)
+            left[move.device] -= victim.nbytes
+            seconds += move.total_s
+        else:
+            continue
+        short -= victim.nbytes
+    return seconds if short <= 0 else None

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 IDLE_TICK_S = 1.0
 """Period of ticks while time alone changes nothing."""
+PAUSED_S = 1.0
+"""A tick this late shows that the process was paused: stopped, or starved of CPU time."""
 DECISIONS_PER_TURN = 16
 """Decisions made before other tasks of the process run."""
 MAX_UNCOMMITTED = 512
@@ -92,7 +94,11 @@ class SchedulerLoop:
         await self._events.join()
 
     async def next_tick(self) -> None:
-        """Wait until the next Tick: `TICK_S`, or up to `IDLE_TICK_S` while the state is idle."""
+        """Wait until the next Tick: `TICK_S`, or up to `IDLE_TICK_S` while the state is idle.
+
+        If the process did not run for a while, the messages that have arrived are handled before
+        the Tick, so that their senders do not count as silent.
+        """
         now = clock.now()
         if not (self._is_busy(now) or is_node_lost_soon(self.state, now, self._policy, IDLE_TICK_S)):
             self._busy.clear()
@@ -100,6 +106,8 @@ class SchedulerLoop:
                 async with asyncio.timeout(IDLE_TICK_S - TICK_S):
                     await self._busy.wait()
         await asyncio.sleep(TICK_S)
+        if clock.now() - now > IDLE_TICK_S + PAUSED_S:
+            await asyncio.sleep(IDLE_TICK_S)
 
     def _is_busy(self, now: float) -> bool:
         return is_busy(self.state, now, self._policy, IDLE_TICK_S)

@@ -92,10 +92,10 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             for node in tx.state.nodes.values():
                 tx.put(Presence(node.name, now))
             restore_full_workers(tx)
-        case Tick():
+        case Tick(at=due):
             expire_demand(tx)
             charge_use(tx)
-            expire_silent_nodes(tx)
+            expire_silent_nodes(tx, due)
             stop_stalled_starts(tx)
             adapt_alpha(tx)
             for pause in list(tx.state.cooldowns.values()):

@@ -10,10 +10,10 @@ import pytest
 
 from shared.contracts.admin import ExplainPlan, PlanExplained
 from shared.contracts.demand import DemandNoted
-from shared.contracts.node import StopInstance
+from shared.contracts.node import NODE_LOST_AFTER_S, InstanceState, StopInstance
 from shared.errors import DeadlineExceeded, Unavailable, Unreachable
 from tests.integration.scheduler.conftest import Site, process, spec, standby
-from tests.integration.scheduler.test_flow import ready
+from tests.integration.scheduler.test_flow import plan_of, ready
 from tests.support.fake_node import MIB
 from tests.support.otlp import OtlpReceiver
 
@@ -105,3 +105,27 @@ async def test_load_is_a_root_span_linked_with_its_waiting_requests(site: Site, 
     assert attributes["thaw.outcome"] == "ready"
     assert (schedule.trace_id, schedule.parent_span_id) == (load.trace_id, load.span_id)
     assert {service for service, _ in otlp.spans} == {"thaw-scheduler"}
+
+
+async def test_leader_that_was_paused_takes_no_node_for_lost(site: Site) -> None:
+    """The messages of that time, as of a paused machine, wait when it runs again."""
+    node = await site.node(hold_starts=asyncio.Event())
+    leader = await process(site, "paused")
+    try:
+        await site.add(spec("a", replicas={"min": 1, "max": 1}))
+        await site.until(lambda: any(i.state is InstanceState.LOADING for i in node.of("a")))
+        leader.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(NODE_LOST_AFTER_S + 1)
+        leader.send_signal(signal.SIGCONT)
+        plan = await plan_of(site, "a")
+        assert plan.outcome == "pending", plan.reason
+        assert node.hold_starts is not None
+        node.hold_starts.set()
+
+        async def is_ready() -> bool:
+            return (await plan_of(site, "a")).outcome == "ready"
+
+        await site.until(is_ready)
+    finally:
+        leader.kill()
+        await log_of(leader)

@@ -240,12 +240,15 @@ def stop_stalled_starts(tx: Transaction) -> None:
             on_start_stalled(tx, i, EngineFailed(text).body())
 
 
-def expire_silent_nodes(tx: Transaction) -> None:
-    """Mark silent nodes as dead, with their instances; remove them after a day."""
+def expire_silent_nodes(tx: Transaction, due: float) -> None:
+    """Mark silent nodes as dead, with their instances; remove them after a day.
+
+    `due`: the time of the tick. While it waited for its decision, messages of nodes waited too.
+    """
     for presence in list(tx.state.presence.values()):
-        if not presence.alive and tx.now - presence.last_message_at > tx.policy.node_forgotten_after_s:
+        if not presence.alive and due - presence.last_message_at > tx.policy.node_forgotten_after_s:
             forget_node(tx, presence.node)
-        elif presence.alive and tx.now - presence.last_message_at > tx.policy.node_lost_after_s:
+        elif presence.alive and due - presence.last_message_at > tx.policy.node_lost_after_s:
             tx.put(replace(presence, alive=False))
             for i in list(tx.state.on_node(presence.node)):
                 _remove_lost(tx, i, f"its node {presence.node} has been silent for {tx.policy.node_lost_after_s:.0f} s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.domain.effects import LoadEnded, StepDown
-from services.scheduler.domain.events import NodeStatusReceived
+from services.scheduler.domain.events import NodeStatusReceived, Tick
 from shared.contracts.base import Done, ErrorBody
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
@@ -216,3 +216,16 @@ def test_instance_that_its_node_drained_and_kept_serves_again(w: World) -> None:
     running.idle_since = w.now
     w.tick(20)
     assert running.state is DRAINING, "its keep-alive is over"
+
+
+def test_tick_that_waited_for_its_decision_takes_no_node_for_lost(w: World) -> None:
+    """The messages of the nodes wait behind it."""
+    w.node()
+    w.model("a")
+    w.up("a")
+    due = Tick(w.now)
+    w.now += 6
+    w.send(due)
+    assert w.state.presence["n1"].alive
+    w.send(Tick(w.now))
+    assert not w.state.presence["n1"].alive

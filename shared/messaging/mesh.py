@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 from faststream.nats import NatsBroker, NatsSecurity
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.errors import ConnectionClosedError, NoRespondersError
+from nats.errors import ConnectionClosedError, ConnectionReconnectingError, NoRespondersError, OutboundBufferLimitError
 from nats.errors import TimeoutError as NatsTimeoutError
 from pydantic import TypeAdapter, ValidationError
 
@@ -120,7 +120,11 @@ class Mesh:
                 log.warning("NATS did not confirm the last messages; closing", extra={"servers": self._servers})
         await asyncio.gather(*(responder.stop() for responder in self._responders))
         await asyncio.gather(*(responder.abandon() for responder in self._responders))
-        await self._broker.stop()
+        try:
+            await self._broker.stop()
+        except ConnectionReconnectingError:  # NATS is away: there is nothing to drain
+            with suppress(OSError):  # of the lost connection
+                await self.nc.close()
 
     def add_responder(self, responder: SubscribedResponder) -> None:
         """Note that a responder has subscribed. `stop` stops it."""
@@ -159,8 +163,9 @@ class Mesh:
     async def request(self, subject: str, message: Request, reply: type[R], *, with_reports: bool = False) -> R:
         """Send `message` and return its typed reply.
 
-        Raises `Unreachable` without a subscriber, `DeadlineExceeded` after `message.deadline_ms`,
-        and any `ThawError` that the other side answered with.
+        Raises `Unreachable` without a subscriber, or without a connection and room to wait for one,
+        `DeadlineExceeded` after `message.deadline_ms`, and any `ThawError` that the other side
+        answered with.
 
         Args:
             with_reports: The responder reports its progress; `ReplyLost` is raised soon after it
@@ -185,10 +190,16 @@ class Mesh:
             raise DeadlineExceeded(f"No answer on {subject} within {message.deadline_ms} ms") from e
         except ConnectionClosedError as e:
             raise Unreachable("The connection to NATS is closed") from e
+        except OutboundBufferLimitError as e:
+            raise Unreachable("This process is not connected to NATS, and has no room for more messages until it is") from e
         return answer.data
 
     async def publish(self, subject: str, message: Message) -> None:
-        """Send an event. It is enqueued, not confirmed."""
+        """Send an event. It is enqueued, not confirmed.
+
+        Raises:
+            nats.errors.Error: There is no connection, and no room to wait for one.
+        """
         await self.nc.publish(subject, message.model_dump_json().encode(), headers=carry())
 
     def respond(

@@ -12,6 +12,7 @@ import math
 import time
 from dataclasses import dataclass
 
+from nats.errors import Error as NatsError
 from pydantic import TypeAdapter
 
 from services.gateway.adapters.key_store import KeyStore
@@ -184,8 +185,11 @@ class RateLimiter:
             await self.announce()
 
     async def announce(self, *, leaving: bool = False) -> None:
-        """Announce this gateway to the others."""
-        await self._mesh.publish(subjects.GATEWAY_PRESENT, GatewayPresent(gateway=self._id, leaving=leaving))
+        """Announce this gateway to the others; a failure is logged."""
+        try:
+            await self._mesh.publish(subjects.GATEWAY_PRESENT, GatewayPresent(gateway=self._id, leaving=leaving))
+        except NatsError as e:  # the next announcement follows a second later
+            log.info("failed to announce this gateway", extra={"error": repr(e)})
 
     async def run(self) -> None:
         """Announce this gateway and renew its leases until cancelled, while any key has limits."""

@@ -139,8 +139,8 @@ class RateLimiter:
         lock = self._asking.setdefault(key.name, asyncio.Lock())
         before = lease.asked_at
         async with lock:
-            if lease.asked_at != before:
-                return  # another request has asked meanwhile
+            if lease.asked_at != before or self._members.owner(key.name) != owner:
+                return  # another request has asked meanwhile, or found that the owner is gone
             await self._request(key, lease, lease.ask(self._id, key, tokens), owner)
 
     async def _request(self, key: ApiKey, lease: Lease, ask: LeaseLimits, owner: str, *, is_renewal: bool = False) -> None:

@@ -277,6 +277,22 @@ async def test_request_that_the_engine_refuses_for_now_is_repeated(client: opena
     assert set(seen.values()) == {2}
 
 
+async def test_a_response_that_is_not_json_does_not_stop_the_batch(client: openai.AsyncOpenAI, node: FakeNode) -> None:
+    async def garbled_at_first(run: Run) -> None:
+        if run.request.body["user"] == "0":
+            await run.respond("text/plain", b"no JSON")
+            await run.close()
+        else:
+            await speak(run)
+
+    await node.engine("alpha", garbled_at_first)
+    batch = await ended(client, await start(client, jsonl(line(0), line(1))))
+    assert batch.request_counts is not None
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 1)
+    (result,) = await results(client, batch.error_file_id)
+    assert (result["custom_id"], result["response"], result["error"]["code"]) == ("r0", None, "invalid_response")
+
+
 async def test_each_request_is_generated_once_when_gateways_are_killed(
     own_nats: NatsServer, node: FakeNode, tmp_path: Path
 ) -> None:

@@ -144,6 +144,14 @@ async def test_a_request_without_a_key_touches_no_stream(gateway: Served, node: 
             await js.stream_info(stream)
 
 
+async def test_a_refused_priority_does_not_claim_the_key(gateway: Served, node: FakeNode) -> None:
+    await node.engine("alpha")
+    refused = await gateway.http.post(URL, json=chat(), headers=KEY | {"x-thaw-priority": "urgent"})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    with pytest.raises(NotFoundError):
+        await node.mesh.nc.jetstream().stream_info(f"KV_{subjects.IDEMPOTENCY_BUCKET}")
+
+
 async def test_repeated_stream_and_embedding_equal_the_first(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha")
     first = await gateway.http.post(URL, json=chat(stream=True), headers=KEY)

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from nats.aio.msg import Msg
+from pydantic import SecretStr
 
+from services.gateway.adapters.key_marker import KeyMarker
+from services.gateway.adapters.key_store import KeyStore
+from services.gateway.adapters.rate_limiter import LEASE_LIMITS, RateLimiter
+from services.gateway.domain.limits.members import Members
+from shared.contracts import subjects
+from shared.contracts.keys import ApiKey
+from shared.contracts.limits import GatewayPresent
+from shared.messaging import Mesh
+from shared.settings import CommonSettings
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.integration.gateway.test_api_keys import output_of, thaw
 from tests.integration.gateway.test_key_scopes import add, client_of, pair, status_of
 from tests.support.fake_engine import FakeNode, hang
+from tests.support.servers import NatsServer
 
 __all__ = ["pair"]
 ASK: dict[str, Any] = {"model": "alpha", "messages": [{"role": "user", "content": "Hi"}]}
@@ -74,6 +88,40 @@ async def test_clients_receive_limits_in_headers_and_a_refusal_with_a_time_to_re
     assert 1 <= int(error.response.headers["retry-after"]) <= 20
     assert error.response.headers["x-ratelimit-remaining-requests"] == "0"
     assert "ci" in error.message
+
+
+async def test_requests_do_not_ask_a_frozen_gateway_one_after_the_other(own_nats: NatsServer, tmp_path: Path) -> None:
+    asked: list[bytes] = []
+
+    async def receive(message: Msg) -> None:
+        asked.append(message.data)  # a frozen process replies to nothing
+
+    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
+    await mesh.start()
+    own, live = (RateLimiter(mesh, name, KeyStore(KeyMarker(tmp_path))) for name in ("own", "live"))
+    await mesh.nc.subscribe(subjects.gateway_limits("frozen"), cb=receive)
+    await mesh.respond(subjects.gateway_limits("live"), LEASE_LIMITS, live.on_lease).start()
+    for name in ("frozen", "live"):
+        await own.on_presence(GatewayPresent(gateway=name))
+    key = ApiKey(name=_key_owned_in_order("frozen", "live", "own"), created=0, requests_per_minute=100)
+    await asyncio.gather(*(own.admit(key, 1.0) for _ in range(4)))
+    assert len(asked) == 1
+    await mesh.stop()
+
+
+def _key_owned_in_order(*gateways: str) -> str:
+    """Return the name of a key that each gateway owns if those before it are gone."""
+    for number in itertools.count():
+        members, name = Members(gateways[-1]), f"key-{number}"
+        for gateway in gateways[:-1]:
+            members.on_presence(gateway, 0.0)
+        owners = []
+        for gateway in gateways:
+            owners.append(members.owner(name))
+            members.remove(gateway)
+        if owners == list(gateways):
+            return name
+    raise AssertionError
 
 
 async def test_concurrent_requests_are_limited_over_gateways(pair: tuple[Served, Served], node: FakeNode) -> None:

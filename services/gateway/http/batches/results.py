@@ -52,7 +52,11 @@ class Results:
 
     async def add_response(self, line: InputLine, response: CallResponse) -> None:
         """Store a final response. Raises `Unavailable`, or `StoreFull`."""
-        body: Any = from_json(response.body)
+        try:
+            body: Any = from_json(response.body)
+        except ValueError:
+            await self.add_error(line, "invalid_response", f"The response, with status {response.status}, is not JSON")
+            return
         answered = {"status_code": response.status, "request_id": response.headers.get("x-request-id", ""), "body": body}
         text = self._line(line, answered, None)
         stored = sum(sum(sizes.values()) for sizes in self._sizes.values())

@@ -113,6 +113,7 @@ class Inference:
     ) -> None:
         """Serve a parsed request."""
         gateway = self._gateway
+        priority = caller_of(scope).priority(_asked_priority(scope))
         card = gateway.catalog.resolve(parsed.request.model)
         adapter = gateway.catalog.lora_adapter(parsed.request.model)
         if not caller_of(scope).may_use(adapter or card):
@@ -125,16 +126,16 @@ class Inference:
         check_model(parsed, card)
         if not isinstance(parsed.request, OtherRequest):
             await gateway.prompt_lengths.check(parsed.request, card)
-        await self._serve_limited(parsed, card, arrived_at, scope, receive, send)
+        await self._serve_limited(parsed, card, priority, arrived_at, scope, receive, send)
 
     async def _serve_limited(
-        self, parsed: ParsedRequest, card: ModelCard, arrived_at: float, scope: Scope, receive: Receive, send: Send
+        self, parsed: ParsedRequest, card: ModelCard, priority: int, arrived_at: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Count the request against the limits and budgets of its key, and serve it."""
         key, gateway = caller_of(scope).key, self._gateway
         has_budget, has_limits = key is not None and key.has_budget, is_limited(key)
         if key is None or not (has_budget or has_limits):
-            await self._serve(parsed, card, None, arrived_at, scope, receive, send)
+            await self._serve(parsed, card, priority, None, arrived_at, scope, receive, send)
             return
         tokens = estimate_tokens(parsed.request, len(parsed.engine_request.body))
         reserved, admitted = None, None
@@ -144,7 +145,7 @@ class Inference:
         try:
             if has_limits:
                 admitted = await gateway.rate_limits.admit(key, tokens)
-            await self._serve(parsed, card, admitted, arrived_at, scope, receive, send)
+            await self._serve(parsed, card, priority, admitted, arrived_at, scope, receive, send)
         except BaseException:
             if admitted is not None and not admitted.is_settled:
                 admitted.settle(0)  # it did not get as far as its queue
@@ -157,6 +158,7 @@ class Inference:
         self,
         parsed: ParsedRequest,
         card: ModelCard,
+        priority: int,
         admitted: Admitted | None,
         arrived_at: float,
         scope: Scope,
@@ -169,7 +171,7 @@ class Inference:
             response_id, created = key.place.entry.answer_id, key.place.entry.created
             parsed = with_seed(parsed, name)
         sink = self._sink(parsed, response_id, created, is_repeatable=key is not None)
-        await self._respond(parsed, card, arrived_at, sink, key, admitted, scope, receive, send)
+        await self._respond(parsed, card, priority, arrived_at, sink, key, admitted, scope, receive, send)
 
     async def _find_key(self, name: str, parsed: ParsedRequest, scope: Scope, response_id: str, created: int) -> _IdempotencyKey:
         request = digest(parsed.engine_request.identity, *filter(None, [scope["query_string"]]))
@@ -181,6 +183,7 @@ class Inference:
         self,
         parsed: ParsedRequest,
         card: ModelCard,
+        priority: int,
         arrived_at: float,
         sink: EventStream | BufferedSink,
         key: _IdempotencyKey | None,
@@ -209,7 +212,7 @@ class Inference:
             client_request_id=client_request_id,
             caller=caller_of(scope),
             cost=predict_cost(parsed.request, len(engine_request.body)) / caller_of(scope).weight,
-            priority=caller_of(scope).priority(_asked_priority(scope)),
+            priority=priority,
         )
         request = gateway.open(engine_request, card, sink, origin, (key.place, key.new_entry) if key is not None else None)
         if admitted is not None:

@@ -8,7 +8,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -280,22 +280,15 @@ class PoolMemory:
     def _is_locked(self, chunk: int) -> bool:
         return is_locked(self._fd, chunk * self.chunk_bytes, self.chunk_bytes)
 
-    def mapped_by_others(self) -> dict[int, list[int]]:
+    def mapped_by_others(self, mappings: Mapping[int, bytes] | None = None) -> dict[int, list[int]]:
         """Return the chunks that other processes map, and these processes.
 
-        The source is /proc/*/maps of the processes that this process may inspect: some milliseconds
-        on a small machine, and more with each process and mapping.
+        `mappings`: those that `read_mappings` has just returned; None: they are read now.
         """
         stat = os.fstat(self._fd)
-        inode = f" {os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x} {stat.st_ino} ".encode()
+        inode = f"{_device_in_maps(stat.st_dev)}{stat.st_ino} ".encode()
         found: dict[int, list[int]] = {}
-        for directory in Path("/proc").glob("[0-9]*"):
-            if (pid := int(directory.name)) == os.getpid():
-                continue
-            try:
-                maps = (directory / "maps").read_bytes()
-            except OSError:  # it has just ended, or is not ours
-                continue
+        for pid, maps in (read_mappings() if mappings is None else mappings).items():
             if inode in maps:
                 for chunk in _mapped_chunks(maps, inode, self.chunk_bytes):
                     found.setdefault(chunk, []).append(pid)
@@ -323,6 +316,30 @@ class PoolMemory:
         self._view.release()
         self._anchor = None
         del self._map  # the receiver keeps the memory now
+
+
+def read_mappings() -> dict[int, bytes]:
+    """Return the lines of /proc/PID/maps about shared memory, by process, without this process.
+
+    Of the processes that this process may inspect: some milliseconds on a small machine, and more
+    with each process and mapping.
+    """
+    device, own = _device_in_maps(shm.SHM.stat().st_dev).encode(), os.getpid()
+    found: dict[int, bytes] = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        if (pid := int(directory.name)) == own:
+            continue
+        try:
+            maps = (directory / "maps").read_bytes()
+        except OSError:  # it has just ended, or is not ours
+            continue
+        if device in maps:
+            found[pid] = b"\n".join(line for line in maps.splitlines() if device in line)
+    return found
+
+
+def _device_in_maps(device: int) -> str:
+    return f" {os.major(device):02x}:{os.minor(device):02x} "
 
 
 def _open(name: str | None, *, keep: bool) -> int:

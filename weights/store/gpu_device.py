@@ -19,7 +19,7 @@ from weights.devices.pinning import Pins
 from weights.devices.port import Place, Priority
 from weights.devices.virtual_memory import VirtualMemory
 from weights.store.arena import PagedArena
-from weights.store.auditing import Audit
+from weights.store.auditing import Snapshot
 from weights.store.gpu_memory import GpuMemory
 from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
@@ -160,9 +160,9 @@ class GpuDevice(SeparateDevice):
         others = min(self._others_bytes, used.free_bytes) // PAGE_BYTES * PAGE_BYTES
         return replace(used, total_bytes=used.total_bytes - others, free_bytes=used.free_bytes - others)
 
-    def audit_mapped(self) -> Audit:
+    def begin_audit(self) -> Snapshot:
         self._measure_others()
-        return super().audit_mapped()
+        return super().begin_audit()
 
     def _measure_others(self) -> None:
         """Measure what others have allocated on the device: engines, and CUDA itself. Blocks.

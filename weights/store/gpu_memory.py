@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -212,7 +212,7 @@ class GpuMemory:
             mapped = frozenset(page for unit in units if self._receivers.list_processes(unit) for page in unit.pages)
             return (mapped & wanted) | (self._borrowers.mappers().keys() & wanted)
 
-    def mapped_by_others(self) -> dict[int, list[int]]:
+    def mapped_by_others(self, mappings: Mapping[int, bytes] | None = None) -> dict[int, list[int]]:
         """Return the pages that other processes may map, and these processes."""
         with self._lock:
             mappers = {unit: self._receivers.list_processes(unit) for unit in set(self._by_page.values())}

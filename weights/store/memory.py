@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from shared.contracts.segment import Extent
@@ -65,9 +65,10 @@ class UnitMemory(Protocol):
         """Return those of the pages that other processes map."""
         ...
 
-    def mapped_by_others(self) -> dict[int, list[int]]:
-        """Return the pages that other processes map, and these processes. May read all mappings of
-        the machine.
+    def mapped_by_others(self, mappings: Mapping[int, bytes] | None = None) -> dict[int, list[int]]:
+        """Return the pages that other processes map, and these processes.
+
+        `mappings`: what `read_mappings` has just returned; None: they may be read now.
         """
         ...
 
@@ -169,9 +170,9 @@ class PageMemory:
         """Return those of the pages that other processes map."""
         return self._pool.mapped_among(pages)
 
-    def mapped_by_others(self) -> dict[int, list[int]]:
+    def mapped_by_others(self, mappings: Mapping[int, bytes] | None = None) -> dict[int, list[int]]:
         """Return the pages that other processes map, and these processes."""
-        return self._pool.mapped_by_others()
+        return self._pool.mapped_by_others(mappings)
 
     def close(self, *, unlink: bool = False) -> None:
         """Unmap the file. It keeps its contents, unless `unlink` removes it."""

@@ -440,11 +440,20 @@ class SeparateDevice:
 
     def audit_mapped(self) -> Audit:
         """Audit the records, and the pages that processes map. Blocks for a moment."""
+        return self.end_audit(self.begin_audit())
+
+    def begin_audit(self) -> Snapshot:
+        """Return the records before the mappings of processes are read, for `end_audit`."""
         with self.changed:
             self._pages.count_earlier()
-        before = self.snapshot()
-        mapped = self._memory.mapped_by_others()
-        return audit_mappings(before, mapped, self.snapshot())
+        return self.snapshot()
+
+    def end_audit(self, before: Snapshot, mappings: Mapping[int, bytes] | None = None) -> Audit:
+        """Audit the records, and the pages that processes map.
+
+        `mappings`: those read since `begin_audit`, if one reading serves several devices.
+        """
+        return audit_mappings(before, self._memory.mapped_by_others(mappings), self.snapshot())
 
 
 def _as_one_tensor(place: Place) -> Contents:

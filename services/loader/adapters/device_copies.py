@@ -29,7 +29,7 @@ from shared.telemetry.timeline import Timeline
 from weights.devices.port import Arena, Contents, Place, Priority
 from weights.formats.segment import Layout
 from weights.pool.chunks import CHUNK_BYTES
-from weights.pool.memory import PoolMemory
+from weights.pool.memory import PoolMemory, read_mappings
 from weights.pool.region import Region
 from weights.sources.open import is_remote
 from weights.store.arena import PagedArena
@@ -316,11 +316,16 @@ class Copies:
         return tuple(device.pages() for device in self._devices.paged.values())
 
     def audit(self) -> dict[str, tuple[Audit, Arenas]]:
-        """Audit each device that keeps units, and return the arenas that it should have."""
-        return {name: self._audit(name, device) for name, device in self._devices.paged.items()}
+        """Audit each device that keeps units, and return the arenas that it should have.
 
-    def _audit(self, name: str, device: SeparateDevice) -> tuple[Audit, Arenas]:
-        found = device.audit_mapped()
+        The mappings of processes are read once for all devices.
+        """
+        devices = dict(self._devices.paged)
+        before = {name: device.begin_audit() for name, device in devices.items()}
+        mappings = read_mappings() if any(not isinstance(d, GpuDevice) for d in devices.values()) else {}
+        return {name: self._audit(name, device.end_audit(before[name], mappings)) for name, device in devices.items()}
+
+    def _audit(self, name: str, found: Audit) -> tuple[Audit, Arenas]:
         with self._lock:
             copies = tuple(self._copies.items())
         mine = [(n, c) for n, c in copies if c.order.device == name]

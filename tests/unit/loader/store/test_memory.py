@@ -12,8 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from shared.contracts.segment import Extent
 from shared.mapping import map_descriptor
 from tests.unit.loader.pools import mapper
+from weights.pool import memory as pool_memory
+from weights.pool.memory import read_mappings
 from weights.pool.shm import SHM
 from weights.store.memory import PageMemory, extents_of
 from weights.store.pages import Store, audit, complete, lend, release, reserve
@@ -133,6 +136,19 @@ def test_the_mapping_process_of_each_page_is_found(memory: PageMemory) -> None:
     stored = found.store.units["v"]
     with mapper(SHM / NAME, extents_of([stored])) as process:
         assert memory.mapped_by_others() == {page: [process.pid] for page in stored.pages}
+
+
+def test_one_reading_of_the_mappings_serves_several_memories(memory: PageMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = PageMemory(f"{NAME}-2", PAGES)
+    try:
+        first, second = Extent(offset=PAGE_BYTES, nbytes=PAGE_BYTES), Extent(offset=3 * PAGE_BYTES, nbytes=2 * PAGE_BYTES)
+        with mapper(SHM / NAME, [first]) as one, mapper(SHM / f"{NAME}-2", [second]) as two:
+            mappings = read_mappings()
+            monkeypatch.setattr(pool_memory, "read_mappings", lambda: pytest.fail("read again"))
+            assert memory.mapped_by_others(mappings) == {1: [one.pid]}
+            assert other.mapped_by_others(mappings) == {3: [two.pid], 4: [two.pid]}
+    finally:
+        other.close(unlink=True)
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 2), (0, 0), (PAGE_BYTES - 1, 2)])

@@ -163,7 +163,6 @@ class Nodeagent:
         self._run("loop", self.loop.run())
         self._run("executors", self.executors.watch(self.settings.step_timeout))
         node = self.settings.node
-        self.mesh.listen(subjects.engine_report(node), EngineReport, self._on_report)
         self.mesh.listen(subjects.loader_status(node), LoaderStatus, self._on_loader)
         self.mesh.listen(subjects.STATUS_WANTED, StatusWanted, self._on_wanted)
         self.mesh.respond(subjects.node_logs(node), LOG_REQUEST, self.logs.answer)
@@ -174,6 +173,8 @@ class Nodeagent:
         for record in known:
             _adopt(record, self.loop, self.effects, self.timelines, self.executors)
         await self.loop.wait_until_idle()
+        # An engine that is not adopted yet is unknown, and would be asked to drain.
+        await self.mesh.listen(subjects.engine_report(node), EngineReport, self._on_report).start()
         await self.suspender.reap_strays(frozenset(i.instance_id for i in self.loop.state.list_live()))
         commands = self.mesh.respond(subjects.node_command(node), NODE_COMMAND, self._on_command, concurrent=True)
         await commands.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -11,7 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.nodeagent import app
+from services.nodeagent.settings import NodeagentSettings
+from shared.contracts import subjects
+from shared.contracts.engine import EngineReport
 from shared.contracts.node import InstanceState
+from shared.messaging import Mesh
 from tests.integration.nodeagent.harness import MIB, Node, begin_request, gone, running_node
 from tests.support.servers import NatsServer
 
@@ -50,6 +56,43 @@ async def test_streams_survive_a_killed_nodeagent_and_engines_are_adopted(node: 
     assert len(chunks) == 62
     await node.stop(instance_id)
     await node.reaches(instance_id, STOPPED)
+
+
+async def test_engine_that_reports_before_its_adoption_is_not_drained(
+    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent adopts engines once it is connected, and a report may arrive sooner."""
+    connect = Mesh.start_unless
+    async with running_node(nats_server.url, tmp_path) as node:
+        instance_id = await node.start()
+        [pid] = (await node.reaches(instance_id, READY)).pids
+        report = EngineReport(instance_id=instance_id, pid=pid, state="ready", progress=1.0)
+        node.kill_agent()
+        commands: asyncio.Queue[str] = asyncio.Queue()
+
+        async def on_command(message: object) -> None:
+            commands.put_nowait(json.loads(getattr(message, "data", b""))["kind"])
+
+        async def connect_and_wait(mesh: Mesh, stop: asyncio.Event) -> bool:
+            is_connected = await connect(mesh, stop)
+            await mesh.flush()
+            await node.mesh.publish(subjects.engine_report(node.name), report)
+            await node.mesh.flush()
+            await mesh.flush()  # the report has arrived
+            for _ in range(100):  # and is handled
+                await asyncio.sleep(0)
+            return is_connected
+
+        await node.mesh.nc.subscribe(subjects.engine_control(instance_id), cb=on_command)
+        await node.mesh.flush()
+        monkeypatch.setattr(Mesh, "start_unless", connect_and_wait)
+        for name, setting in node.environment.items():
+            monkeypatch.setenv(name, setting)
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.run(NodeagentSettings(), stop))
+        assert await asyncio.wait_for(commands.get(), 60) == "ping"
+        stop.set()
+        assert await asyncio.wait_for(running, 60) == 0
 
 
 async def test_engine_that_died_without_a_nodeagent_is_found_failed(node: Node) -> None:

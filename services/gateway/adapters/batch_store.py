@@ -113,9 +113,16 @@ class BatchStore:
                         continue
                     raise
                 for removed in {file.id for file in before.files} - {file.id for file in after.files}:
-                    await self._files.remove(owner, removed)
+                    await self._remove_content(owner, removed)
                 return after
         raise Unavailable("Other gateways change the files of this API key too often. Repeat the request", should_retry=True)
+
+    async def _remove_content(self, owner: str, file_id: str) -> None:
+        """Remove the content of a file that is no longer in the record; a failure is logged."""
+        try:
+            await self._files.remove(owner, file_id)
+        except Unavailable as e:  # the change is made, and the content expires by itself
+            log.warning("failed to remove the content of a file", extra={"file": file_id, "error": e.message})
 
     async def _get(self, entry: str) -> tuple[OwnerState, int]:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from asyncio.subprocess import Process
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,7 +18,9 @@ import openai
 import pytest
 from openai.types import Batch
 
-from services.gateway.domain.batches.owner_state import OwnerState
+from services.gateway.adapters.batch_store import BatchStore
+from services.gateway.adapters.file_store import FileStore
+from services.gateway.domain.batches.owner_state import FileBounds, OwnerState, StoredFile, add_file
 from shared.contracts import subjects
 from shared.ports import free_port
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
@@ -355,6 +358,20 @@ async def test_batch_survives_the_death_of_nats(own_nats: NatsServer, client: op
     assert batch.status == "completed"
     found = await results(client, batch.output_file_id)
     assert [one["custom_id"] for one in found] == [f"r{i}" for i in range(60)]
+
+
+async def test_an_upload_is_kept_if_an_expired_file_cannot_be_removed(node: FakeNode) -> None:
+    files, now = FileStore(node.mesh, 3600.0), int(time.time())
+    store = BatchStore(node.mesh, files)
+    old, new = (StoredFile(id=f"file-{n}", filename=n, purpose="batch", size_bytes=1, created_at=0, expires_at=0) for n in "ab")
+    new = new.model_copy(update={"expires_at": now + 3600})
+    await store.change("owner", lambda state: state.model_copy(update={"files": (old,)}))
+    await files.write("owner", old.id, 0, b"x")
+    js = node.mesh.nc.jetstream()
+    config = (await js.stream_info(f"KV_{subjects.FILES_BUCKET}")).config
+    await js.update_stream(config.evolve(deny_purge=True, allow_rollup_hdrs=False))  # removals fail
+    changed = await store.change("owner", partial(add_file, file=new, bounds=FileBounds(9, 9, 9, 9)))
+    assert changed.files == (await store.read("owner")).files == (new,)
 
 
 async def test_batch_fails_if_its_input_is_lost(node: FakeNode, serve: ServeFn) -> None:

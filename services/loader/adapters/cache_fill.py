@@ -98,6 +98,9 @@ class CacheFill:
         for fill in fills:
             fill.cancel()
         self._pool.shutdown(cancel_futures=True)
+        for fill in fills:  # those that the shutdown has taken out of the queue did not run
+            if not fill.done.done():
+                fill.done.set_result(None)
 
     def _run(self, fill: _Fill) -> None:
         name = fill.card.name

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 
 from services.loader.adapters.runs import Runs
+from services.loader.adapters.worker_threads import WorkerThreads
 from shared.contracts.models import ModelCard
 from shared.errors import StoreFull
 from weights.sources.open import is_remote
@@ -17,6 +19,7 @@ class DiskCopies:
 
     def __init__(self, sources: Sources, runs: Runs) -> None:
         self._sources, self._runs = sources, runs
+        self._threads = WorkerThreads("disk-copy")
         self._writers: Counter[str] = Counter()
         """By weights id: calls that wait for one download, which the last one cancels."""
 
@@ -35,12 +38,28 @@ class DiskCopies:
         """
         if not is_remote(card.info.source):
             return
-        await asyncio.to_thread(self._runs.wait_until_settled, card.info.revision)
+        await self._wait_until_settled(card.info.revision)
         if await asyncio.to_thread(self._is_here, card):
             return
         await self._download(card)
         if not await asyncio.to_thread(self._is_here, card):
             raise self._full(card)
+
+    async def _wait_until_settled(self, weights_id: str) -> None:
+        """Return when the loads of the weights have written them, or will not.
+
+        That may take as long as a load. The few threads of `asyncio.to_thread` are not blocked
+        meanwhile: the loader's status needs them.
+        """
+        loop, settled = asyncio.get_running_loop(), asyncio.Event()
+
+        def wait() -> None:
+            self._runs.wait_until_settled(weights_id)
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(settled.set)
+
+        self._threads.run(wait)
+        await settled.wait()
 
     async def _download(self, card: ModelCard) -> None:
         weights_id = card.info.revision

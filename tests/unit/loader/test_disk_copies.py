@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -10,14 +11,17 @@ from typing import Any, cast
 
 import pytest
 
+from services.loader.adapters.cache_fill import CacheFill
 from services.loader.adapters.disk_copies import DiskCopies
 from services.loader.adapters.runs import Runs
 from shared.contracts.models import ModelCard, ModelSpec
-from shared.errors import StoreFull
+from shared.errors import StoreFull, Unavailable
 from tests.support.fake_node import model_info
 from weights.sources.sources import Sources
+from weights.transfer.links import Links
 
 CARD = ModelCard(spec=ModelSpec(name="m", source="s3://b/m"), info=model_info("s3://b/m"), created=0)
+OTHER = CARD.model_copy(update={"info": CARD.info.model_copy(update={"revision": "f" * 32})})
 
 
 class Disk:
@@ -30,6 +34,8 @@ class Disk:
         self.done: Future[None] = Future()
         self.cancelled: list[str] = []
         self.begun = asyncio.Event()
+        self.settled = threading.Event()
+        self.settled.set()
         self.copies = DiskCopies(cast(Sources, self), cast(Runs, self))
 
     @contextmanager
@@ -37,7 +43,8 @@ class Disk:
         yield self if self.is_here else None
 
     def wait_until_settled(self, weights_id: str) -> None:
-        """No load writes to the disk."""
+        """Wait for the loads, which write to the disk until the test ends them."""
+        self.settled.wait()
 
     def complete_on_disk(self, card: ModelCard) -> Future[None]:
         self.begun.set()
@@ -84,3 +91,39 @@ async def test_a_download_that_is_not_kept_is_an_error() -> None:
     disk.done.set_result(None)
     with pytest.raises(StoreFull, match="THAW_CACHE_BYTES"):
         await waiting
+
+
+async def test_calls_that_wait_for_loads_leave_threads_to_the_status() -> None:
+    disk = Disk()
+    disk.settled.clear()
+    calls = [asyncio.create_task(disk.copies.write(CARD)) for _ in range(40)]  # more than `asyncio.to_thread` has threads
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(30):
+            await asyncio.to_thread(threading.get_ident)
+    finally:
+        disk.is_here = True
+        disk.settled.set()
+        await asyncio.gather(*calls)
+
+
+def test_downloads_that_wait_in_the_queue_end_with_the_loader() -> None:
+    """The first download holds the only thread; the second has not begun."""
+    asked, may_end = threading.Event(), threading.Event()
+
+    class Unreachable:
+        def open(self, *_: object, **__: object) -> None:
+            asked.set()
+            may_end.wait()
+            raise Unavailable("The source cannot be reached")
+
+    fill = CacheFill(cast(Sources, Unreachable()), Links("fair"), 1)
+    first = fill.begin(CARD)
+    asked.wait()
+    second = fill.begin(OTHER)
+    closing = threading.Thread(target=fill.close)
+    closing.start()
+    may_end.set()
+    closing.join()
+    assert first.done()
+    assert second.done()

@@ -222,7 +222,7 @@ def freeze(transition: Transition, instance: Instance) -> None:
         )
         return
     assert outlook.way is not None
-    instance = instance.model_copy(update={"state": InstanceState.DRAINING, "drain_until": None})
+    instance = instance.model_copy(update={"state": InstanceState.DRAINING, "drain_until": None, "adopt_until": None})
     transition.park(instance, pausing=False, freezing=True, begun_at=transition.now, snapshot_bytes=outlook.snapshot_bytes)
     transition.emit(Suspend(instance.instance_id, outlook.way))
 

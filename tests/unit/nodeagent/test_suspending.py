@@ -274,3 +274,12 @@ def two_snapshots(w: World, way: SuspendWay) -> None:
         w.hear(e.SuspendCommand(suspend(name), 2), after=1.0)
         w.hear(e.PauseAnswered(name, False))
         w.hear(e.Suspended(name, freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=70))
+
+
+def test_engine_that_is_suspended_before_its_first_report_to_a_new_agent_stays() -> None:
+    """Its answer to the pause shows that it lives: a frozen engine reports nothing."""
+    earlier, world = World(), World()
+    world.hear(e.Adopted(earlier.ready(), alive=True, error=ERROR))
+    world.suspended_again()
+    world.hear(e.Tick(), after=60)
+    assert world["i"].state is SUSPENDED

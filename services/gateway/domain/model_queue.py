@@ -154,10 +154,18 @@ class ModelQueue:
         lowest = min((priority for priority, found in self._classes.items() if found.waiting), default=new.priority)
         if lowest > new.priority:
             return None
-        waiting = self._classes[lowest].waiting
-        if lowest < new.priority:
-            dropped = max(waiting, key=lambda name: (waiting[name], name))
-        elif (dropped := choose_dropped(waiting, new.key)) == new.key:
+        if lowest < new.priority and (found := self._find_lower(new.priority)) is not None:
+            return found
+        waiting = self._class(new).waiting
+        if (dropped := choose_dropped(waiting, new.key)) == new.key:
             return None
-        found = (t for t in reversed(self.waiting.values()) if t.priority == lowest and t.key == dropped and not t.attempts)
-        return next(found, None)
+        of_key = (t for t in reversed(self.waiting.values()) if t.priority == new.priority and t.key == dropped)
+        return next((t for t in of_key if not t.attempts), None)
+
+    def _find_lower(self, priority: int) -> Ticket | None:
+        """Return the request of a lower priority that gives way; None if each had an instance."""
+        found = [t for t in self.waiting.values() if t.priority < priority and not t.attempts]
+        lowest = min((t.priority for t in found), default=priority)
+        found = [t for t in found if t.priority == lowest]
+        counts = Counter(t.key for t in found)
+        return max(reversed(found), key=lambda t: (counts[t.key], t.key), default=None)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.gateway.domain.caller import ANONYMOUS, Caller
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.fair_queue import VirtualClock, choose_dropped, flow_of, is_below_share
+from services.gateway.domain.model_queue import ModelQueue
 from services.gateway.domain.ticket import Stage, Ticket
 from shared.contracts.keys import ApiKey
 from shared.contracts.node import InstanceState
@@ -217,3 +218,16 @@ def test_engines_know_a_key_by_an_opaque_id_that_all_gateways_agree_on() -> None
     assert flow_of("team-a") == "1451bf93600a9018"
     assert "team" not in flow_of("team-a")
     assert flow_of("team-a") != flow_of("team-b")
+
+
+def test_a_request_that_had_an_instance_keeps_no_other_from_giving_way() -> None:
+    queue = ModelQueue()
+    for name, key, attempts in (("a1", "a", 1), ("a2", "a", 1), ("b1", "b", 0), ("b2", "b", 0)):
+        waiting = ticket(name)
+        waiting.key, waiting.priority, waiting.attempts = key, -1, attempts
+        queue.insert(waiting)
+    dropped = [queue.find_dropped(ticket("new")) for _ in range(2)]
+    assert [found.id if found is not None else None for found in dropped] == ["b2", "b2"]
+    for name in ("b1", "b2"):
+        queue.serve(queue.waiting[name])
+    assert queue.find_dropped(ticket("new")) is None

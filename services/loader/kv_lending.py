@@ -97,11 +97,16 @@ class KvLending:
         finally:
             borrower.is_open = False
             borrower.changed.set()
-            await asyncio.shield(granting)  # a thread may be lending pages that have to be taken back
-            device.lender.close(name)
-            del self._borrowers[name]
-            if not is_stopping:
-                await self._reclaim(borrower)
+            try:
+                await asyncio.shield(granting)  # a thread may be lending pages that have to be taken back
+            except asyncio.CancelledError:
+                is_stopping = True
+                raise
+            finally:
+                device.lender.close(name)
+                del self._borrowers[name]
+                if not is_stopping:
+                    await self._reclaim(borrower)
 
     async def _read(self, borrower: _Borrower, reader: asyncio.StreamReader) -> None:
         while True:
@@ -136,6 +141,9 @@ class KvLending:
                 except EngineFailed as e:  # its process has exited
                     log.info("lending no more pages to a KV cache", extra={"borrower": borrower.name, "reason": e.message})
                     return
+                except OSError:  # the pages' memory could not be freed; the next change tries again
+                    log.exception("failed to lend pages to a KV cache", extra={"borrower": borrower.name})
+                    continue
                 turn = demand.turn if lender.has_turn(borrower.name) else 0
                 if pages or demand.number > borrower.answered or turn != borrower.sent_turn:
                     borrower.answered, borrower.sent_turn = demand.number, turn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import queue
 import signal
@@ -139,6 +140,28 @@ async def test_killed_engine_returns_every_page(device: SeparateDevice, path: Pa
     os.kill(engine.process.pid, signal.SIGKILL)
     await until(lambda: lent(device) == 0)
     engine.kill()
+
+
+async def test_an_engine_returns_its_pages_after_the_loader_failed_to_lend_more(
+    device: SeparateDevice, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, failed = Engine(path, 2, device.device_id, device.bus_id), asyncio.Event()
+    await engine.reads("lent 2")
+    loop = asyncio.get_running_loop()
+
+    def fail(pages: object) -> int:
+        loop.call_soon_threadsafe(failed.set)
+        raise OSError(errno.EBUSY, "memory was touched while it was given back")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device.memory, "free", fail)
+        engine.say("demand 4")
+        async with asyncio.timeout(WITHIN_S):
+            await failed.wait()
+    engine.say("demand 5")
+    await engine.reads("lent 5")
+    engine.kill()
+    await until(lambda: lent(device) == 0)
 
 
 async def test_demand_is_met_when_another_engine_returns_pages(device: SeparateDevice, path: Path) -> None:

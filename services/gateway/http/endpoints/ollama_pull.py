@@ -67,9 +67,9 @@ class OllamaPulls:
         reply = asyncio.create_task(self._pull(card), name=f"pull {card.name}")
         closing = asyncio.create_task(self._gateway.closing.wait(), name="closing")
         waits: set[asyncio.Task[Any]] = {reply, closing}
-        yield _line({"status": "pulling manifest"})
         last: dict[str, Any] = {}
         try:
+            yield _line({"status": "pulling manifest"})
             while not reply.done():
                 await asyncio.wait(waits, timeout=_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
                 if closing.done() and not reply.done():

@@ -74,7 +74,7 @@ def status(
         pid=os.getpid(),
         segments=tuple(_segment(e, pool, on_devices(e.run)) for e in entries if e.stage is not Stage.CACHED),
         cached=(*cached, *shared.cached),
-        dram_bytes=chunks.cached_bytes + chunks.spare_bytes + chunks.leaving_bytes,
+        dram_bytes=chunks.cached_bytes + chunks.spare_bytes + chunks.leaving_bytes + chunks.lost_bytes,
         dram_budget_bytes=chunks.budget,
         ssd_bytes=shared.ssd_bytes,
         ssd_budget_bytes=shared.ssd_budget_bytes,

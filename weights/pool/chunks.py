@@ -35,11 +35,17 @@ class Owned:
 
 @dataclass(frozen=True)
 class Doomed:
-    """Released chunks. `keep`: how many of the first become spare rather than free."""
+    """Released chunks.
+
+    Attributes:
+        keep: How many of the first become spare rather than free.
+        is_lost: Freeing them has failed. They stay unused.
+    """
 
     chunks: tuple[int, ...]
     nbytes: int
     keep: int = 0
+    is_lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,12 @@ class Chunks:
     @property
     def leaving_bytes(self) -> int:
         """Bytes that loads wait for: doomed, and not yet proved unmapped."""
-        return sum(d.nbytes for d in self.doomed.values())
+        return sum(d.nbytes for d in self.doomed.values() if not d.is_lost)
+
+    @property
+    def lost_bytes(self) -> int:
+        """Bytes that could not be freed."""
+        return sum(d.nbytes for d in self.doomed.values() if d.is_lost)
 
     @property
     def making_bytes(self) -> int:
@@ -182,6 +193,14 @@ def fill_spare(table: Chunks, number: int, count: int) -> Chunks:
     taken = table.list_taken()
     chosen = tuple(c for c in range(table.count) if c not in taken)[:count]
     return replace(table, doomed={**table.doomed, number: Doomed(chosen, 0, len(chosen))})
+
+
+def lose(table: Chunks, number: int) -> Chunks:
+    """Give doomed chunks up: freeing them has failed. Loads no longer wait for them."""
+    gone = table.doomed.get(number)
+    if gone is None:
+        return table
+    return replace(table, doomed={**table.doomed, number: replace(gone, keep=0, is_lost=True)})
 
 
 def vacate(table: Chunks, number: int, kept: int | None = None) -> Chunks:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from services.loader.domain.effects import Vacate
-from services.loader.domain.events import Event, Reclaimed, Vacated
+from services.loader.domain.events import Event, Reclaimed, Vacated, VacateFailed
 from weights.cache.background import lower_thread_priority
 from weights.pool.memory import PoolMemory
 from weights.pool.shm import free_bytes
@@ -78,6 +78,7 @@ class Reclaimer:
                     self._watch.start()
         except OSError:
             log.exception("failed to reclaim pool memory; these chunks stay unused", extra={"run": order.run})
+            self._emit(VacateFailed(order.run, free_bytes()))
             if order.weights_id is not None:
                 self._emit(Reclaimed(order.weights_id, order.run, 0, on_devices=on_devices))
 
@@ -130,6 +131,7 @@ class Reclaimer:
                         self._free_chunks(order, notify=False)
                     except OSError:
                         log.exception("failed to reclaim pool memory; these chunks stay unused", extra={"run": order.run})
+                        self._emit(VacateFailed(order.run, free_bytes()))
 
 
 def _await_exit(pids: list[int], within: float) -> None:

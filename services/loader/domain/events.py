@@ -195,6 +195,18 @@ class Vacated:
 
 
 @dataclass(frozen=True)
+class VacateFailed:
+    """The chunks of a `Vacate` could not be freed, and stay unused.
+
+    Attributes:
+        room: Bytes of free memory.
+    """
+
+    run: int
+    room: int
+
+
+@dataclass(frozen=True)
 class Adopt:
     """Complete weights of an earlier loader, checked at the start.
 
@@ -247,5 +259,5 @@ class Stop:
 
 Event = (
     Prepare | Attach | Release | Abandoned | NodeReported | Fetched | LaidOut | Indexed | Progressed | Completed | Failed | Ended | Reclaimed
-    | Vacated | CopiedToDevice | ArenaClosed | Adopt | Adopted | Idle | MemoryPressure | Stop
+    | Vacated | VacateFailed | CopiedToDevice | ArenaClosed | Adopt | Adopted | Idle | MemoryPressure | Stop
 )  # fmt: skip

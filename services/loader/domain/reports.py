@@ -17,6 +17,7 @@ from services.loader.domain.events import (
     Progressed,
     Reclaimed,
     Vacated,
+    VacateFailed,
 )
 from services.loader.domain.state import Entry, Stage, State
 from weights.pool import chunks
@@ -25,7 +26,9 @@ Decision = tuple[State, tuple[Effect, ...]]
 Report = Fetched | LaidOut | Indexed | Progressed | Completed | Failed | Ended | Reclaimed
 
 
-def apply_report(state: State, event: Report | Vacated, now: float) -> Decision:
+def apply_report(state: State, event: Report | Vacated | VacateFailed, now: float) -> Decision:
+    if isinstance(event, VacateFailed):
+        return room.settle(replace(state, chunks=chunks.lose(state.chunks, event.run)), event.room)
     if isinstance(event, Vacated):
         gone = state.chunks.doomed.get(event.run)
         state, effects = room.settle(replace(state, chunks=chunks.vacate(state.chunks, event.run, event.kept)), event.room)

@@ -75,7 +75,7 @@ def _serve(state: State, entry: Entry, room: int) -> Decision:
         state, more = evict(state, victim, keep)
         effects.extend(more)
         lacking -= victim.total_bytes
-    if effects or state.chunks.doomed:
+    if effects or any(not d.is_lost for d in state.chunks.doomed.values()):
         return state, tuple(effects)
     if table.spare:  # 5
         return give_back(state, table.spare)

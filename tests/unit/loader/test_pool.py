@@ -5,6 +5,7 @@ Mappings of a chunk are found by offset.
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import resource
@@ -18,7 +19,7 @@ import pytest
 
 from services.loader.adapters.reclaim import Reclaimer
 from services.loader.domain.effects import Vacate
-from services.loader.domain.events import Event, Reclaimed, Vacated
+from services.loader.domain.events import Event, Reclaimed, Vacated, VacateFailed
 from shared.contracts.segment import Extent
 from shared.mapping import map_extents
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
@@ -227,6 +228,18 @@ def test_a_mapping_is_waited_for_by_a_loader_of_many_connections(
         assert isinstance(shell.next(), Vacated)
         assert shell.next() == Reclaimed("w", 1, CHUNK_BYTES)
     shell.reclaimer.close()
+
+
+def test_a_failure_to_free_memory_is_reported(pool: PoolMemory, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.prepare(3)
+
+    def fail(chunks: object) -> int:
+        raise OSError(errno.EBUSY, "memory was touched while it was given back")
+
+    monkeypatch.setattr(pool, "punch", fail)
+    shell.reclaimer.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
+    assert isinstance(shell.next(), VacateFailed)
+    assert shell.next() == Reclaimed("w", 1, 0)
 
 
 def test_memory_touched_while_it_is_freed_is_an_error(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from services.loader.domain.events import (
     MemoryPressure,
     Release,
     Vacated,
+    VacateFailed,
 )
 from services.loader.domain.room import PREPARE_AT_ONCE
 from services.loader.domain.state import Stage, State
@@ -115,6 +116,16 @@ def test_load_waits_for_memory_that_is_being_freed() -> None:
     run = p.state.runs
     assert p.do(LaidOut("w2", run, 2 * CHUNK_BYTES, 0)) == ()
     assert p.do(Vacated(1, 2 * CHUNK_BYTES)) == (Grant(run, (0, 1)),)
+
+
+def test_a_load_does_not_wait_for_memory_that_could_not_be_freed() -> None:
+    p = dram(2, budget=0)
+    p.do(Attach(10, "x", card("w2"), "index"))
+    run = p.state.runs
+    assert p.do(LaidOut("w2", run, 2 * CHUNK_BYTES, 0)) == ()
+    assert p.do(VacateFailed(1, 0)) == (Deny(run),)
+    p.do(Attach(11, "y", card("w3"), "index"))
+    assert p.do(LaidOut("w3", p.state.runs, CHUNK_BYTES, CHUNK_BYTES)) == (Grant(p.state.runs, (2,)),), "not one of the lost"
 
 
 def test_cancelled_load_is_charged_until_it_has_ended() -> None:

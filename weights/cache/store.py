@@ -98,7 +98,7 @@ class SsdCache:
         It may be evicted at any time: `hold` it to read it.
         """
         directory = self._entries / check_revision(revision)
-        return directory if (directory / ENTRY).is_file() else None
+        return directory if size_of(directory / ENTRY) >= 0 else None
 
     def hold(self, revision: str, *, pinned: bool | None = None) -> Hold | None:
         """Hold the complete model and mark it used; None without it.
@@ -155,7 +155,7 @@ class SsdCache:
         for parent, complete in ((self._entries, True), (self._partial, False)):
             for directory in model_directories(parent):
                 mark = directory / (ENTRY if complete else "journal")
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):  # removed meanwhile, or unreadable
                     nbytes = sum_allocated(directory)
                     used = mark.stat().st_mtime if mark.exists() else 0.0
                     pinned = (directory / _PIN).exists()
@@ -287,7 +287,7 @@ class SsdCache:
         for directory in model_directories(self._entries):
             record = self._record(directory)
             if record is not None:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):
                     found.append(((directory / ENTRY).stat().st_mtime, record))
         return found
 

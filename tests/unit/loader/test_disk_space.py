@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from services.loader.adapters.peer_sharing import Sharing
 from services.loader.settings import LoaderSettings
+from weights.cache.store import SsdCache
+
+REVISION = "a" * 32
 
 
 def test_disk_of_the_cache_is_measured(tmp_path: Path) -> None:
@@ -24,3 +30,31 @@ def test_disk_of_a_cache_that_was_deleted_is_that_of_its_parent(tmp_path: Path) 
     with contextlib.closing(Sharing(LoaderSettings(cache_dir=tmp_path / "cache", home=tmp_path / "home", peer_host=""))) as sharing:
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         assert sharing.status().disk_bytes == shutil.disk_usage(tmp_path).total
+
+
+@pytest.fixture
+def unreadable() -> Iterator[Path]:
+    """Have a model of another user in the cache, who lets nobody read it."""
+    with tempfile.TemporaryDirectory() as root:
+        Path(root).chmod(0o755)
+        model = Path(root) / "entries" / REVISION
+        model.mkdir(parents=True)
+        (Path(root) / "locks").mkdir(mode=0o777)
+        (Path(root) / "locks").chmod(0o777)
+        model.chmod(0)
+        was_root = os.geteuid() == 0
+        if was_root:
+            os.seteuid(65534)
+        try:
+            yield Path(root)
+        finally:
+            if was_root:
+                os.seteuid(0)
+            model.chmod(0o755)
+
+
+def test_a_model_that_cannot_be_read_does_not_end_the_loader(unreadable: Path) -> None:
+    cache, before = SsdCache(unreadable, 1 << 30), len(list(Path("/proc/self/fd").iterdir()))
+    assert cache.status().models == ()
+    assert cache.hold(REVISION) is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

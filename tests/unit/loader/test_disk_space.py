@@ -34,7 +34,7 @@ def test_disk_of_a_cache_that_was_deleted_is_that_of_its_parent(tmp_path: Path) 
 
 @pytest.fixture
 def unreadable() -> Iterator[Path]:
-    """Have a model of another user in the cache, who lets nobody read it."""
+    """Have a model in the cache that this process may not read, as one of another user."""
     with tempfile.TemporaryDirectory() as root:
         Path(root).chmod(0o755)
         model = Path(root) / "entries" / REVISION

@@ -1,12 +1,15 @@
 """`thaw` against every other profile, on clusters and workloads drawn at random, in the simulator.
 
-    python -m bench.regret [--cases 200] [--first 0] [--workers N] [--json PATH]
+    python -m bench.regret [--cases 200] [--first 0] [--no-sharing] [--workers N] [--json PATH]
 
 Each case is simulated with each profile, with equal requests. For each case and measure, the ratio
 is that of `thaw` to the best of the others: the best is chosen afterwards, so that no profile can
 be ahead of 1 everywhere. The measures are the mean and the 99th percentile of the time to the first
 token, and the share of requests that missed their objective or failed, as (1 + missed) so that the
 ratio exists where none is missed. Requests that failed count with the time-out.
+
+Busy instances share a device in proportion to their booked memory (HydraServe §4.1); with
+--no-sharing each computes as if it were alone.
 """
 
 from __future__ import annotations
@@ -33,10 +36,11 @@ MEASURES = ("ttft_mean_s", "ttft_p99_s", "missed")
 Figures = Mapping[str, float]
 
 
-def figures_of(seed: int, profile: str) -> dict[str, float]:
+def figures_of(seed: int, profile: str, *, sharing: bool = True) -> dict[str, float]:
     """Simulate a case with a profile."""
     case = draw(seed)
-    outcome = simulate(case.cluster, case.models, case.requests, PROFILES[profile], seed)
+    runtime = case.cluster.runtime.model_copy(update={"share_compute": sharing})
+    outcome = simulate(case.cluster.model_copy(update={"runtime": runtime}), case.models, case.requests, PROFILES[profile], seed)
     total = len(case.requests)
     timeout_s = case.cluster.runtime.timeout_s
     ttft = sorted([*(s.ttft for s in outcome.served), *[timeout_s] * (total - len(outcome.served))])
@@ -47,8 +51,8 @@ def figures_of(seed: int, profile: str) -> dict[str, float]:
     }
 
 
-def run_case(seed: int, profiles: Sequence[str]) -> dict[str, Any]:
-    found = {name: figures_of(seed, name) for name in profiles}
+def run_case(seed: int, profiles: Sequence[str], *, sharing: bool = True) -> dict[str, Any]:
+    found = {name: figures_of(seed, name, sharing=sharing) for name in profiles}
     return {"seed": seed, "about": draw(seed).about, "profiles": found, "ratios": ratios(found)}
 
 
@@ -87,6 +91,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="Seed of the first case.")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--profiles", nargs="+", default=sorted(set(PROFILES) - {OURS}), choices=sorted(set(PROFILES) - {OURS}))
+    parser.add_argument("--sharing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--worst", type=int, default=5, help="Cases to print in full.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -94,7 +99,7 @@ def main() -> None:
     seeds = range(options.first, options.first + options.cases)
     with ProcessPoolExecutor(options.workers) as pool:
         cases = []
-        for case in pool.map(partial(run_case, profiles=(OURS, *options.profiles)), seeds):
+        for case in pool.map(partial(run_case, profiles=(OURS, *options.profiles), sharing=options.sharing), seeds):
             cases.append(case)
             if len(cases) % 20 == 0:
                 print(f"{len(cases)} of {options.cases} cases, {time.perf_counter() - began:.0f} s", flush=True)
@@ -107,7 +112,7 @@ def main() -> None:
         print(f"case {case['seed']}: mean TTFT {ratio['ratio']:.2f} of {ratio['best']}; {json.dumps(case['about'])}")
     if options.json:
         kept = [{"seed": c["seed"], **{m: round(c["ratios"][m]["ratio"], 4) for m in MEASURES}} for c in cases]
-        document = {"machine": machine(), "profiles": options.profiles, "summary": found, "cases": kept}
+        document = {"machine": machine(), "profiles": options.profiles, "sharing": options.sharing, "summary": found, "cases": kept}
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

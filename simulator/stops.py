@@ -38,7 +38,7 @@ class Stops:
             elif clearance.how == "suspend":
                 self.suspend(instance)
             elif not instance.runs:
-                self.leave(instance)
+                self._give_way(instance)
             else:  # chosen as idle and serving by now: it stops after its requests
                 self._close(instance)
 
@@ -68,12 +68,24 @@ class Stops:
         def on_expired() -> None:
             instance.keep_timer = None
             if instance.state == "ready" and not instance.runs and not instance.moving:
-                if "suspend" in world.can and self._resumes_faster(instance):
-                    self.suspend(instance)
-                else:
-                    self.leave(instance)
+                self._give_way(instance)
 
         instance.keep_timer, instance.leaves_at = world.clock.call_later(seconds, on_expired), world.clock.now + seconds
+
+    def _give_way(self, instance: Instance) -> None:
+        """Suspend an idle instance if it can return sooner from that; otherwise stop it.
+
+        A snapshot has the weights, so it takes the place of their copy in host memory. It displaces
+        nothing else, because other models would then load from slower tiers.
+        """
+        dram, model = instance.parts[0].device.node.dram, instance.model
+        fits = model.snapshot <= dram.capacity - dram.used + dram.held.get(model.name, 0)
+        if "suspend" in self._world.can and fits and self._resumes_faster(instance):
+            if model.snapshot > dram.capacity - dram.used:
+                dram.remove(model.name)
+            self.suspend(instance)
+        else:
+            self.leave(instance)
 
     def _resumes_faster(self, instance: Instance) -> bool:
         """True if a snapshot restores faster than a new start.

@@ -256,9 +256,9 @@ class World:
         return self.startup_seconds(fetch, node.network.estimate_seconds(device.path, nbytes))
 
     def startup_seconds(self, fetch: float, load: float) -> float:
-        """Return HydraServe's Eq.
+        """Return the seconds of a start without its first prompt.
 
-        5 with every overlap, Eq. 1 with none, without the first prompt.
+        They are those of HydraServe's Eq. 5 with every overlap, and of its Eq. 1 with none.
         """
         s = self.runtime.startup
         context = s.container_s + s.context_s

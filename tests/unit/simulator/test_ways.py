@@ -138,6 +138,21 @@ def test_suspended_instance_is_resumed_from_its_snapshot() -> None:
     assert loads(outcome) == {"dram": 2, "snapshot": 1}
 
 
+@pytest.mark.parametrize(("snapshot_gb", "dram_gb", "expected"), [(10, 100, 2), (10, 25, 2), (12, 25, 1)])
+def test_evicted_instance_is_suspended_where_its_snapshot_displaces_no_other_weights(
+    snapshot_gb: int, dram_gb: int, expected: int
+) -> None:
+    models = [model("a", snapshot_gb=snapshot_gb), model("b", weights_gb=15)]
+    runtime = Runtime(in_dram=True, startup=Startup(container_s=3, restore_s=0.1))
+    profile = replace(PLAIN, uses=frozenset({"suspend"}))
+    asks = [ask(0, "a"), ask(10, "b"), ask(20, "a")]
+    outcome = simulate(cluster(runtime, dram_gb=dram_gb), models, asks, profile)
+    assert outcome.suspensions == expected
+    assert loads(outcome) == ({"dram": 2, "snapshot": 1} if expected == 2 else {"dram": 3})
+    # 15 GB of b leave at 20 GB/s and 10 GB of a return; or b leaves beside a's new container.
+    assert outcome.served[-1].queued == pytest.approx(0.75 + 0.1 + 0.5 if expected == 2 else 3 + 0.5)
+
+
 def pipeline(tpot_ms: float = 100, kv: float = 0.0, gather: float = 1.0, **more: object) -> ModelGroup:
     service = Batching(prefill_tokens_per_second=1e6, tpot_ms=tpot_ms, concurrency=4)
     return model("p", service=service, kv_mb_per_token=kv, slo_ttft=60, slo_tpot=1, **more)

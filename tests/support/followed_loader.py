@@ -69,6 +69,8 @@ class FollowedLoader(FakeLoader):
         self._followers: list[asyncio.StreamWriter] = []
         self._borrowers: list[asyncio.StreamWriter] = []
         self.followed = asyncio.Event()
+        self._files: list[str] = []
+        """Of pages, in /dev/shm."""
         self._restart()
 
     def _restart(self) -> None:
@@ -82,7 +84,8 @@ class FollowedLoader(FakeLoader):
             self.arena = self.device.allocate(Place("test", self.segment.total_bytes, "", contents=contents))
 
     def _open_separate(self) -> SeparateDevice:
-        device = SeparateDevice("cpu:1", self._pages, f"thaw-test-followed-{self.segment.name}-{next(_names)}")
+        self._files.append(f"thaw-test-followed-{self.segment.name}-{next(_names)}")
+        device = SeparateDevice("cpu:1", self._pages, self._files[-1])
         self._lending = KvLending(lambda: {"cpu:1": device})
         return device
 
@@ -206,6 +209,9 @@ class FollowedLoader(FakeLoader):
             await asyncio.to_thread(self.device.close)
         for gpus in self._gpus:
             await asyncio.to_thread(gpus.close)
+        # A loader that was replaced leaves its pages to be counted by the next one.
+        for name in self._files:
+            Path("/dev/shm", name).unlink(missing_ok=True)
         self.close()
 
 

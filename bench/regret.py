@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="Seed of the first case.")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--profiles", nargs="+", default=sorted(set(PROFILES) - {OURS}), choices=sorted(set(PROFILES) - {OURS}))
-    parser.add_argument("--sharing", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--no-sharing", dest="sharing", action="store_false")
     parser.add_argument("--worst", type=int, default=5, help="Cases to print in full.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

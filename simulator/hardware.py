@@ -26,6 +26,10 @@ class Cache:
     def __contains__(self, name: str) -> bool:
         return name in self.held
 
+    @property
+    def free(self) -> int:
+        return self.capacity - self.used
+
     def add(self, name: str, nbytes: int) -> bool:
         """Add an entry; return False if pinned entries leave too little room."""
         if name in self.held:

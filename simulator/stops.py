@@ -79,9 +79,9 @@ class Stops:
         nothing else, because other models would then load from slower tiers.
         """
         dram, model = instance.parts[0].device.node.dram, instance.model
-        fits = model.snapshot <= dram.capacity - dram.used + dram.held.get(model.name, 0)
+        fits = model.snapshot <= dram.free + dram.held.get(model.name, 0)
         if "suspend" in self._world.can and fits and self._resumes_faster(instance):
-            if model.snapshot > dram.capacity - dram.used:
+            if model.snapshot > dram.free:
                 dram.remove(model.name)
             self.suspend(instance)
         else:

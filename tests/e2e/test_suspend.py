@@ -76,8 +76,8 @@ def test_slept_model_wakes_with_the_same_process_and_output(mesh: Thaw) -> None:
 @needs_prometheus
 def test_dashboard_shows_suspensions_and_resumptions(mesh: Thaw, tmp_path: Path) -> None:
     text(mesh)
+    # By instance: one that would resume no faster than it starts is stopped instead.
     resumes: dict[str, int] = {}
-    """By instance: one that would resume no faster than it starts is stopped instead."""
     with contextlib.closing(Prometheus(tmp_path, mesh)) as prometheus:
 
         def suspend_and_resume() -> None:

@@ -59,6 +59,17 @@ class _Way(NamedTuple):
     device: str
 
 
+class _Choice(NamedTuple):
+    """A victim and its ways, the slowest first."""
+
+    victim: EvictionCandidate
+    ways: list[_Way]
+
+    def rank(self) -> tuple[float, float, str]:
+        """Return what victims are decided by: their least seconds for each byte first."""
+        return self.ways[-1].seconds / self.victim.nbytes, self.victim.last_used, self.victim.key
+
+
 class _Branch(NamedTuple):
     """A decision on the first `decided` victims."""
 
@@ -78,7 +89,7 @@ def least_time(victims: Sequence[EvictionCandidate], short: int) -> EvictionPlan
     None: no plan frees them, or none was found in `MOST_BRANCHES`.
     """
     free = {m.device: m.free_bytes for v in victims for m in v.moves}
-    ordered = sorted((v for v in victims if v.nbytes > 0 and _ways_of(v)), key=_seconds_per_byte)
+    ordered = sorted((c for v in victims if (c := _Choice(v, _ways_of(v))).ways and v.nbytes > 0), key=_Choice.rank)
     bound = _Bound(ordered)
     best: _Branch | None = None
     branches = [_Branch(0, 0, (0.0, 0, 0.0), (), ())]
@@ -93,8 +104,7 @@ def least_time(victims: Sequence[EvictionCandidate], short: int) -> EvictionPlan
             branches += _split(branch, ordered[branch.decided], free)
     if best is None:
         return None
-    kept = sorted(((ordered[i], device) for i, device in best.moves), key=lambda m: (m[0].last_used, m[0].key))
-    return EvictionPlan(tuple((v.key, device) for v, device in kept), best.cost[0], best.freed)
+    return EvictionPlan(tuple((key, device) for _, key, device in _list_moves(best, ordered)), best.cost[0], best.freed)
 
 
 def _ways_of(victim: EvictionCandidate) -> list[_Way]:
@@ -105,20 +115,21 @@ def _ways_of(victim: EvictionCandidate) -> list[_Way]:
     return sorted(ways, reverse=True)
 
 
-def _seconds_per_byte(victim: EvictionCandidate) -> tuple[float, float, str]:
-    return _ways_of(victim)[-1].seconds / victim.nbytes, victim.last_used, victim.key
+def _rank(branch: _Branch, ordered: Sequence[_Choice]) -> tuple[object, ...]:
+    return branch.cost, _list_moves(branch, ordered)
 
 
-def _rank(branch: _Branch, ordered: Sequence[EvictionCandidate]) -> tuple[object, ...]:
-    return branch.cost, sorted((ordered[i].last_used, ordered[i].key, device) for i, device in branch.moves)
+def _list_moves(branch: _Branch, ordered: Sequence[_Choice]) -> list[tuple[float, str, str]]:
+    """Return the last use, key and destination of each victim, the least recently used first."""
+    return sorted((ordered[i].victim.last_used, ordered[i].victim.key, device) for i, device in branch.moves)
 
 
-def _split(branch: _Branch, victim: EvictionCandidate, free: dict[str, int]) -> list[_Branch]:
+def _split(branch: _Branch, choice: _Choice, free: dict[str, int]) -> list[_Branch]:
     """Decide on the next victim; the last branch is examined first."""
-    seconds, count, recency = branch.cost
+    victim, (seconds, count, recency) = choice.victim, branch.cost
     found = [branch._replace(decided=branch.decided + 1)]  # it stays
     used = dict(branch.used)
-    for way in _ways_of(victim):
+    for way in choice.ways:
         taken = used
         if way.device:
             taken = {**used, way.device: used.get(way.device, 0) + victim.nbytes}
@@ -133,10 +144,10 @@ def _split(branch: _Branch, victim: EvictionCandidate, free: dict[str, int]) -> 
 class _Bound:
     """The least cost at which victims can complete a branch, whatever destinations have taken."""
 
-    def __init__(self, ordered: Sequence[EvictionCandidate]) -> None:
-        self._bytes = list(accumulate((v.nbytes for v in ordered), initial=0))
-        self._seconds = list(accumulate((_ways_of(v)[-1].seconds for v in ordered), initial=0.0))
-        largest = list(accumulate((v.nbytes for v in reversed(ordered)), max))
+    def __init__(self, ordered: Sequence[_Choice]) -> None:
+        self._bytes = list(accumulate((c.victim.nbytes for c in ordered), initial=0))
+        self._seconds = list(accumulate((c.ways[-1].seconds for c in ordered), initial=0.0))
+        largest = list(accumulate((c.victim.nbytes for c in reversed(ordered)), max))
         self._largest = largest[::-1]
 
     def may_improve(self, branch: _Branch, short: int, best: _Branch | None) -> bool:

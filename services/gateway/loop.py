@@ -59,6 +59,8 @@ from shared.telemetry.tracing import traceparent
 
 TICK_S = 0.1
 IDLE_TICK_S = 1.0
+PAUSED_S = 1.0
+"""A tick this late shows that the process was paused: stopped, or starved of CPU time."""
 _STARTING_RETRY_MS = 1_000
 _ADMIN_WAIT_S = 2.0
 _CATALOG_TIMEOUT_S = 2.0
@@ -396,21 +398,28 @@ class Gateway:
             self.usage.note_open([usage for usage in found if usage is not None])
 
     async def _tick(self) -> None:
-        """Check deadlines until cancelled.
-
-        Checks are rare while no request is in flight, so that an idle gateway costs little.
-        """
+        """Check deadlines until cancelled."""
         with self.mesh.on_reconnect(self._on_reconnected):
             while True:
-                if self._requests or not self._state_read.is_set():
-                    await asyncio.sleep(TICK_S)
-                else:
-                    self._opened.clear()
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._opened.wait(), IDLE_TICK_S)
+                await self._wait_for_tick()
                 self.dispatcher.on_tick(time.monotonic())
                 if self._has_state_for("/v1/"):
                     self._state_read.set()
+
+    async def _wait_for_tick(self) -> None:
+        """Wait until the next check: checks are rare while no request is in flight, to save CPU.
+
+        If the process was paused, the messages of that time are handled before the check.
+        """
+        began = time.monotonic()
+        if self._requests or not self._state_read.is_set():
+            await asyncio.sleep(TICK_S)
+        else:
+            self._opened.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._opened.wait(), IDLE_TICK_S)
+        if time.monotonic() - began > IDLE_TICK_S + PAUSED_S:
+            await asyncio.sleep(IDLE_TICK_S)
 
     def not_ready_reasons(self) -> list[str]:
         """List why requests are refused now; empty if they are accepted."""

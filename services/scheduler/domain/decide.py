@@ -44,7 +44,7 @@ from services.scheduler.domain.migration.orders import apply_migration_record, c
 from services.scheduler.domain.migration.rebalance import rebalance
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.prewarm.expectations import send_expectations
-from services.scheduler.domain.prewarm.pulls import cancel_pulls, request_pull
+from services.scheduler.domain.prewarm.pulls import cancel_pulls, end_lost_pulls, request_pull
 from services.scheduler.domain.reconcile import cancel_unfillable, reconcile
 from services.scheduler.domain.state.changes import Change
 from services.scheduler.domain.state.cluster import ClusterState
@@ -96,6 +96,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             expire_demand(tx)
             charge_use(tx)
             expire_silent_nodes(tx, due)
+            end_lost_pulls(tx, due)
             stop_stalled_starts(tx)
             adapt_alpha(tx)
             for pause in list(tx.state.cooldowns.values()):

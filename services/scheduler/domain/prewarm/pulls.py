@@ -94,6 +94,19 @@ def advance_pulls(tx: Transaction) -> None:
             _advance(tx, pull)
 
 
+def end_lost_pulls(tx: Transaction, due: float) -> None:
+    """End the pulls whose loaders are silent for too long.
+
+    `due`: the time of the tick. While it waited for its decision, messages of loaders waited too.
+    """
+    for pull in [p for p in tx.state.pulls.values() if not p.is_over]:
+        loader = tx.state.loaders.get(pull.node)
+        has_reported = loader is not None and _has_reported(tx.state, loader)
+        last_seen_at = loader.last_message_at if loader is not None and has_reported else max(tx.state.recovered_at, pull.since)
+        if due - last_seen_at > LOST_AFTER_S:
+            _end(tx, pull, Unavailable(f"The loader of {pull.node} was lost while it pulled {pull.model}").body())
+
+
 def view_pulls(state: ClusterState, now: float) -> tuple[PullView, ...]:
     """Return the pulls in progress, the earliest first."""
     found = sorted((p for p in state.pulls.values() if not p.is_over), key=lambda p: (p.since, p.key))
@@ -274,13 +287,7 @@ def _advance(tx: Transaction, pull: Pull) -> None:
     if model is None or model.card.info.revision != pull.weights_id:
         _cancel(tx, pull, Conflict(f"{pull.model} was removed or changed while it was being pulled"))
         return
-    # What is stored of a loader is older than its first message in this term, and incomplete.
-    has_reported = loader is not None and loader.last_message_at > tx.state.recovered_at
-    last_seen_at = loader.last_message_at if loader is not None and has_reported else max(tx.state.recovered_at, pull.since)
-    if tx.now - last_seen_at > LOST_AFTER_S:
-        _end(tx, pull, Unavailable(f"The loader of {pull.node} was lost while it pulled {pull.model}").body())
-        return
-    if loader is None or not has_reported:
+    if loader is None or not _has_reported(tx.state, loader):
         return
     command = _find_command(loader, pull)
     if _has_weights(loader, pull.tier, pull.weights_id):
@@ -297,6 +304,14 @@ def _advance(tx: Transaction, pull: Pull) -> None:
         is_due = command is not None or pull.token == 0 or loader.last_message_at > pull.sent_at + REPEAT_S
         if is_due and not _is_loading(loader.status):
             _send(tx, pull, model)
+
+
+def _has_reported(state: ClusterState, loader: LoaderPresence) -> bool:
+    """True if the loader has reported in this term.
+
+    What is stored of a loader is older than its first message in this term, and incomplete.
+    """
+    return loader.last_message_at > state.recovered_at
 
 
 def _find_command(loader: LoaderPresence, pull: Pull) -> PrefetchStatus | None:

@@ -8,7 +8,7 @@ import pytest
 
 from services.scheduler.domain.busy import is_busy
 from services.scheduler.domain.effects import SendCancelPrefetch, SendPrefetch
-from services.scheduler.domain.events import PullCancelRequested, PullRequested, Recovered, WaiterCancelled
+from services.scheduler.domain.events import PullCancelRequested, PullRequested, Recovered, Tick, WaiterCancelled
 from services.scheduler.domain.prewarm.pulls import KEPT_S, LOST_AFTER_S, REPEAT_S, view_pulls
 from services.scheduler.domain.state.changes import KINDS, Put, apply, table
 from services.scheduler.domain.state.cluster import ClusterState
@@ -224,6 +224,28 @@ def test_the_next_leader_finds_the_outcome_of_the_command(state: Literal["comple
     answer = later.answer(request(later, "r1"))
     assert isinstance(answer, ModelPulled) == (state == "complete")
     assert commands(later) == []
+
+
+def test_a_message_that_waited_while_the_leader_was_paused_ends_no_pull() -> None:
+    """The messages of the loader wait behind it."""
+    w = world()
+    report(w)
+    waiter = pull(w)
+    due = Tick(w.now)
+    w.now += LOST_AFTER_S + 1
+    w.send(WaiterCancelled(w.now, "another"))
+    w.send(due)
+    assert waiter in w.state.waiters
+    report(w, disk=(REVISION,))
+    assert isinstance(w.answer(waiter), ModelPulled)
+
+
+def test_a_pull_ends_with_its_loader() -> None:
+    w = world()
+    report(w)
+    waiter = pull(w)
+    w.tick(LOST_AFTER_S + 1)
+    assert "was lost while it pulled m" in error_of(w, waiter)[1]
 
 
 def test_a_repeated_request_gets_the_answer_of_the_pull_that_it_waited_for() -> None:

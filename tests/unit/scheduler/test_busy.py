@@ -92,7 +92,7 @@ def migrating(w: World) -> None:
 
 
 def prefetching(w: World) -> None:
-    apply(w.state, [Put(Prefetch("m", "n1", "weights", w.now, 1))])
+    apply(w.state, [Put(Prefetch("m", "n1", "weights", "dram", w.now, 1))])
 
 
 def to_be_parked(w: World) -> None:

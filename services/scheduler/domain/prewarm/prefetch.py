@@ -32,6 +32,7 @@ from services.scheduler.domain.prewarm.parking import requests_have_priority
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Model
+from services.scheduler.domain.state.pulls import Tier
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.usage_history import Prefetch, UsageHistory
 from services.scheduler.domain.state.volatile import LoaderPresence
@@ -107,13 +108,13 @@ def _is_wanted(state: ClusterState, model: Model) -> bool:
     return not state.by_model.get(model.key) and not state.in_memory.get(card.info.revision) and model.key not in state.prefetches
 
 
-def _place(tx: Transaction, model: Model, chance: float, busy: set[str]) -> tuple[str, str] | None:
+def _place(tx: Transaction, model: Model, chance: float, busy: set[str]) -> tuple[str, Tier] | None:
     """Return (node, tier): the nearest source first, then the most free memory."""
     info = model.card.info
     on_disk = tx.state.on_disk.get(info.revision, ())
     remote = "://" in info.source and not on_disk
     excludes = placement_rule(tx.state, model)
-    found: list[tuple[bool, bool, int, str, str]] = []
+    found: list[tuple[bool, bool, int, str, Tier]] = []
     for node, loader in tx.state.loaders.items():
         if node in busy or not _open(tx, node, loader):
             continue
@@ -153,21 +154,25 @@ def _fits_without_evicting_likelier(tx: Transaction, loader: LoaderPresence, nby
     return bool(there) and not likelier and nbytes <= room + sum(c.nbytes for c in there)
 
 
-def _begin(tx: Transaction, model: Model, node: str, tier: str) -> None:
+def _begin(tx: Transaction, model: Model, node: str, tier: Tier) -> None:
     token = tx.next_token()
-    tx.put(Prefetch(model.key, node, model.card.info.revision, tx.now, token))
-    tx.emit(SendPrefetch(node, PrefetchWeights.model_validate({"token": token, "card": model.card, "tier": tier})))
+    tx.put(Prefetch(model.key, node, model.card.info.revision, tier, tx.now, token))
+    tx.emit(SendPrefetch(node, PrefetchWeights(token=token, card=model.card, tier=tier)))
 
 
 def _cancel_useless(tx: Transaction) -> None:
     """Remove finished prefetches, and cancel those of models that started elsewhere or are gone."""
     for p in list(tx.state.prefetches.values()):
-        nodes = tx.state.in_memory.get(p.weights_id, ()) + tx.state.on_disk.get(p.weights_id, ())
-        if p.node in nodes or tx.now - p.since > (AGAIN_S if _has_failed(tx.state, p) else GIVEN_UP_AFTER_S):
+        if _is_complete(tx.state, p) or tx.now - p.since > (AGAIN_S if _has_failed(tx.state, p) else GIVEN_UP_AFTER_S):
             tx.drop(Prefetch, p.key)
         elif p.model not in tx.state.models or any(i.node != p.node for i in tx.state.of_model(p.model)):
             tx.emit(SendCancelPrefetch(p.node, CancelPrefetch(weights_id=p.weights_id, token=p.token)))
             tx.drop(Prefetch, p.key)
+
+
+def _is_complete(state: ClusterState, p: Prefetch) -> bool:
+    """True if the node has the weights in the tier of the prefetch, or in a faster one."""
+    return p.node in state.in_memory.get(p.weights_id, ()) or (p.tier == "ssd" and p.node in state.on_disk.get(p.weights_id, ()))
 
 
 def _has_failed(state: ClusterState, p: Prefetch) -> bool:

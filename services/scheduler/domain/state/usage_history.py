@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.scheduler.domain.state.pulls import Tier
 from services.scheduler.domain.values import value
 
 GAIN = 0.3
@@ -41,11 +42,12 @@ class UsageHistory:
 
 @value(frozen=True, slots=True)
 class Prefetch:
-    """Weights that are being prefetched to a node, by the command with that `token`."""
+    """Weights that are being prefetched to a tier of a node, by the command with that `token`."""
 
     model: str
     node: str
     weights_id: str
+    tier: Tier
     since: float
     token: int
 

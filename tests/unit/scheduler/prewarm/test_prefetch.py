@@ -21,16 +21,18 @@ def report_loader(
     node: str = "n1",
     *,
     cached: tuple[str, ...] = (),
+    on_disk: tuple[str, ...] = (),
     used: int | None = None,
     queue_ms: float = 0.0,
     segments: tuple[SegmentStatus, ...] = (),
 ) -> None:
     held = tuple(CachedModel(weights_id=f"rev-/m/{name}", tier="dram", nbytes=100 * MIB) for name in cached)
+    stored = tuple(CachedModel(weights_id=f"rev-/m/{name}", tier="ssd", nbytes=100 * MIB) for name in on_disk)
     status = LoaderStatus(
         node=node,
         boot_id="b",
         segments=segments,
-        cached=held,
+        cached=(*held, *stored),
         dram_budget_bytes=ROOM,
         dram_bytes=len(held) * 100 * MIB if used is None else used,
         links=(LinkStatus(link="ssd:a", finish_ms=queue_ms),),
@@ -72,6 +74,17 @@ def test_likely_model_is_prefetched_to_an_idle_node_once() -> None:
     w.tick(0.25)
     assert prefetched(w) == [("n1", "m", "dram")]
     report_loader(w, cached=("m",))
+    w.tick(0.25)
+    assert not w.state.prefetches
+
+
+def test_weights_on_a_nodes_disk_are_prefetched_to_its_memory_once() -> None:
+    w = world()
+    report_loader(w, on_disk=("m",))
+    for _ in range(8):
+        w.tick(0.25)
+    assert prefetched(w) == [("n1", "m", "dram")]
+    report_loader(w, on_disk=("m",), cached=("m",))
     w.tick(0.25)
     assert not w.state.prefetches
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from nats.errors import TimeoutError as NatsTimeoutError
 
-from services.scheduler.adapters import clock
+from services.scheduler.adapters import clock, migrations
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.domain.events import Event, MigrationUpdated
 from shared.contracts.migration import MIGRATION_KEPT_S, MigrationRecord, MigrationState
+from shared.errors import Unavailable
 from shared.messaging import Mesh
 
 
@@ -44,3 +47,34 @@ def test_expired_records_are_dropped_from_the_copy(monkeypatch: pytest.MonkeyPat
     states = [(e.record.migration_id, e.record.state) for e in events if isinstance(e, MigrationUpdated)]
     assert states[-1] == ("stuck", "cancelled")
     assert ("old", "cancelled") not in states
+
+
+class UnansweringBucket:
+    """A bucket with one order, which does not answer the first question."""
+
+    def __init__(self) -> None:
+        self.stored = record("m-1", "asked")
+        self.questions = 0
+
+    async def get(self, _: str) -> SimpleNamespace:
+        self.questions += 1
+        if self.questions == 1:
+            raise NatsTimeoutError
+        return SimpleNamespace(value=self.stored.model_dump_json().encode(), revision=1)
+
+    async def update(self, _: str, value: bytes, *, last: int) -> None:
+        assert last == 1
+        self.stored = MigrationRecord.model_validate_json(value)
+
+
+async def test_cancellation_is_repeated_until_the_bucket_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader orders it once: else the source could not be moved until the record expires."""
+    bucket = UnansweringBucket()
+
+    async def opened(*_: Any, **__: Any) -> UnansweringBucket:
+        return bucket
+
+    monkeypatch.setattr(migrations, "migrations_bucket", opened)
+    mesh = cast(Mesh, SimpleNamespace(nc=SimpleNamespace(jetstream=lambda timeout: None), replicas=1))
+    await Migrations(mesh, lambda _: None).call_off("m-1", Unavailable("no migrator").body())
+    assert bucket.stored.state == "cancelled"

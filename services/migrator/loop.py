@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, Protocol
 
 from nats.errors import Error as NatsError
@@ -114,8 +115,8 @@ class Migrator:
                     ended = self._carry_out(effect, held, span) or ended
                 if ended is None:
                     work, effects = decide(work, await self._wait_for_event(work), time.monotonic())
-            if not ended.lost:
-                await held.wait_until_written()
+            if not ended.lost and not await held.wait_until_written():
+                ended = replace(ended, lost=True)
         except asyncio.CancelledError:
             await self._hand_over(work, held)
             raise

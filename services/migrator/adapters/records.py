@@ -76,6 +76,7 @@ class Held:
         self._given = asyncio.Event()
         self._written = asyncio.Event()
         self._written.set()
+        self._has_ended = False
 
     @property
     def migration_id(self) -> str:
@@ -86,12 +87,20 @@ class Held:
         self._written.clear()
         self._given.set()
 
-    async def wait_until_written(self) -> None:
-        """Return when everything given so far is in the bucket."""
+    async def wait_until_written(self) -> bool:
+        """Return True when everything given so far is in the bucket, False if the lease is lost."""
         await self._written.wait()
+        return not self._has_ended
 
     async def run(self) -> None:
         """Write until cancelled or the lease is lost. Retries while NATS is unreachable."""
+        try:
+            await self._write_newest()
+        finally:
+            self._has_ended = True
+            self._written.set()
+
+    async def _write_newest(self) -> None:
         while True:
             await self._given.wait()
             self._given.clear()

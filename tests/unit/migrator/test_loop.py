@@ -1,0 +1,117 @@
+"""The migrator's loop, with a bucket and engines in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+from nats.js.errors import KeyWrongLastSequenceError
+from nats.js.kv import KeyValue
+
+from services.migrator.adapters.records import Held, Records
+from services.migrator.adapters.telemetry import Metrics
+from services.migrator.domain.events import Ask, Forget
+from services.migrator.domain.work import Options
+from services.migrator.loop import Migrator
+from shared.contracts.base import Message
+from shared.contracts.migration import MigrationRecord, RequestsListed
+from shared.tasks import end
+
+ME = "me"
+
+
+def order(number: int) -> MigrationRecord:
+    return MigrationRecord(
+        migration_id=f"m-{number}",
+        token=number,
+        model="m",
+        revision="r",
+        source_instance=f"source-{number}",
+        source_node="n1",
+        instance_id=f"destination-{number}",
+        node="n2",
+        created=float(number),
+    )
+
+
+@dataclass
+class Bucket:
+    """Records by key, each with its revision."""
+
+    entries: dict[str, tuple[MigrationRecord, int]] = field(default_factory=dict)
+
+    def put(self, record: MigrationRecord) -> int:
+        revision = self.entries[record.migration_id][1] + 1 if record.migration_id in self.entries else 1
+        self.entries[record.migration_id] = (record, revision)
+        return revision
+
+    async def update(self, key: str, value: bytes, *, last: int) -> int:
+        if self.entries[key][1] != last:
+            raise KeyWrongLastSequenceError
+        return self.put(MigrationRecord.model_validate_json(value))
+
+    async def get(self, key: str) -> SimpleNamespace:
+        record, revision = self.entries[key]
+        return SimpleNamespace(value=record.model_dump_json().encode(), revision=revision)
+
+
+@dataclass
+class FakeRecords:
+    bucket: Bucket
+    owner: str = ME
+
+    async def claim(self, seen: MigrationRecord, lost: Callable[[bool], None]) -> tuple[MigrationRecord, Held]:
+        mine = seen.model_copy(update={"owner": ME})
+        return mine, Held(cast(KeyValue, self.bucket), mine, self.bucket.put(mine), lost)
+
+
+@dataclass
+class EmptyEngines:
+    """Engines without requests; `asked` is called before each reply."""
+
+    asked: Callable[[Ask], None]
+
+    async def ask(self, ask: Ask) -> Message:
+        self.asked(ask)
+        return RequestsListed()
+
+    async def forget(self, forget: Forget) -> None: ...
+
+
+async def test_migration_lost_at_its_last_write_does_not_stop_the_migrator() -> None:
+    """Another owner had it since: this process was paused for longer than the lease."""
+    bucket = Bucket()
+    orders = [order(1), order(2)]
+    taken, done = asyncio.Event(), asyncio.Event()
+
+    def take_first(ask: Ask) -> None:
+        if ask.address == "source-1":
+            bucket.put(bucket.entries["m-1"][0].model_copy(update={"owner": "another"}))
+            taken.set()
+
+    class WatchedMetrics(Metrics):
+        def record(self, record: MigrationRecord) -> None:
+            ended.append(record.migration_id)
+            done.set()
+
+    ended: list[str] = []
+    for each in orders:
+        bucket.put(each)
+    records = cast(Records, cast(Any, FakeRecords(bucket)))
+    migrator = Migrator(records, EmptyEngines(take_first), WatchedMetrics(), Options())
+    for each in orders:
+        migrator.copy.put(each.migration_id, each.model_dump_json().encode())
+    running = asyncio.create_task(migrator.run())
+    try:
+        async with asyncio.timeout(10):
+            # The watch of the bucket is late: it shows the other owner only now.
+            await taken.wait()
+            migrator._leases.record_seen(bucket.entries["m-1"][0], 1e12)
+            await done.wait()
+    finally:
+        await end(running)
+    assert ended == ["m-2"]
+    assert bucket.entries["m-1"][0].owner == "another"

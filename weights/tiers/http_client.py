@@ -95,14 +95,26 @@ class HttpClient:
         self._tls: ssl.SSLContext | None = None
         self._closed = False
 
-    def get(self, url: str, headers: Mapping[str, str] | None = None, cancelled: threading.Event | None = None) -> Answer:
+    def get(
+        self,
+        url: str,
+        headers: Mapping[str, str] | None = None,
+        cancelled: threading.Event | None = None,
+        *,
+        home: str | None = None,
+    ) -> Answer:
         """The answer to a GET of `url`, redirects followed.
+
+        Args:
+            headers: Sent to every host.
+            home: The URL that led to `url` by earlier redirects: the client's headers go to its
+                origin only. None: `url` itself.
 
         Raises `OSError`, `http.client.HTTPException`, `Cancelled`.
         """
-        home = _place(url)
+        trusted = _place(home or url)
         for _ in range(_MOST_REDIRECTS):
-            own = self._headers if _place(url) == home else {}
+            own = self._headers if _place(url) == trusted else {}
             answer = self._get_once(url, {**own, **(headers or {})}, cancelled)
             target = answer.header("Location")
             if answer.status not in _REDIRECTS or target is None:

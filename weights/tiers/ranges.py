@@ -153,7 +153,7 @@ class RangeReader:
         return file.in_order(lambda called_off: self._get_whole(file, called_off)).read(offset, into, cancelled)
 
     def _get_whole(self, file: RemoteFile, cancelled: threading.Event | None) -> Answer:
-        answer = self._client.get(file.address(), cancelled=cancelled)
+        answer = self._client.get(file.address(), cancelled=cancelled, home=file.url())
         try:
             self._accept(file, answer, 0)
         except BaseException:
@@ -166,7 +166,7 @@ class RangeReader:
         if file.validator is not None and not file.validator.startswith("W/"):
             headers["If-Range"] = file.validator
         asked = file.address()
-        answer = self._client.get(asked, headers, cancelled)
+        answer = self._client.get(asked, headers, cancelled, home=file.url())
         if answer.url != asked:
             file.final = (answer.url, time.monotonic() + _REDIRECT_KEPT_S)
         return answer

@@ -5,6 +5,7 @@ Each fault is survived or gives a typed error; no descriptor stays open.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import threading
@@ -243,6 +244,21 @@ def test_redirects_are_followed_and_credentials_stay_at_home(server: TierServer,
     assert len(server.asked(SHARD)) == count, "where a redirect led is remembered"
     tier.close()
     elsewhere.close()
+
+
+def test_remembered_redirects_get_no_credentials(server: TierServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password pass\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with (
+        contextlib.closing(TierServer(server.directory)) as elsewhere,
+        contextlib.closing(HttpTier(f"{server.url}/m", QUICK)) as tier,
+    ):
+        server.faults.redirect = elsewhere.url
+        read(tier)
+        read(tier, offset=500_000)
+        assert elsewhere.requests
+        assert all("Authorization" in r.headers for r in server.requests)
+        assert not any("Authorization" in r.headers for r in elsewhere.requests)
 
 
 def test_endless_redirects_are_refused(server: TierServer, tier: HttpTier) -> None:

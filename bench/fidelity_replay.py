@@ -277,7 +277,7 @@ def machines(m: Measured, separate: SeparateDevices | None = None) -> tuple[Clus
         decision_ms=m.decision * 1e3,
         capabilities=CAN | ({"suspend"} if m.restore else set()) | ({"reuse", "peer_copy"} if separate else set()),
         in_dram=True,
-        share_compute=False,  # engines of one thread each, on cores of their own
+        share_compute="none",  # engines of one thread each, on cores of their own
     )
     service = Batching(
         prefill_tokens_per_second=PROMPT / max(m.prefill_more, 1e-6),

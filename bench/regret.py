@@ -1,6 +1,6 @@
 """`thaw` against every other profile, on clusters and workloads drawn at random, in the simulator.
 
-    python -m bench.regret [--cases 200] [--first 0] [--no-sharing] [--workers N] [--json PATH]
+    python -m bench.regret [--cases 200] [--first 0] [--sharing turns] [--workers N] [--json PATH]
 
 Each case is simulated with each profile, with equal requests. For each case and measure, the ratio
 is that of `thaw` to the best of the others: the best is chosen afterwards, so that no profile can
@@ -8,8 +8,8 @@ be ahead of 1 everywhere. The measures are the mean and the 99th percentile of t
 token, and the share of requests that missed their objective or failed, as (1 + missed) so that the
 ratio exists where none is missed. Requests that failed count with the time-out.
 
-Busy instances share a device in proportion to their booked memory (HydraServe §4.1); with
---no-sharing each computes as if it were alone.
+Busy instances compute in turns of equal time; with --no-sharing each computes as if it were alone,
+and with --sharing memory they share a device by their booked memory (HydraServe §4.1).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from bench.regret_cases import draw
 from bench.report import machine
@@ -34,9 +34,10 @@ from simulator.simulate import simulate
 OURS = "thaw"
 MEASURES = ("ttft_mean_s", "ttft_p99_s", "missed")
 Figures = Mapping[str, float]
+Sharing = Literal["turns", "memory", "none"]
 
 
-def figures_of(seed: int, profile: str, *, sharing: bool = True) -> dict[str, float]:
+def figures_of(seed: int, profile: str, *, sharing: Sharing = "turns") -> dict[str, float]:
     """Simulate a case with a profile."""
     case = draw(seed)
     runtime = case.cluster.runtime.model_copy(update={"share_compute": sharing})
@@ -51,7 +52,7 @@ def figures_of(seed: int, profile: str, *, sharing: bool = True) -> dict[str, fl
     }
 
 
-def run_case(seed: int, profiles: Sequence[str], *, sharing: bool = True) -> dict[str, Any]:
+def run_case(seed: int, profiles: Sequence[str], *, sharing: Sharing = "turns") -> dict[str, Any]:
     found = {name: figures_of(seed, name, sharing=sharing) for name in profiles}
     return {"seed": seed, "about": draw(seed).about, "profiles": found, "ratios": ratios(found)}
 
@@ -91,7 +92,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="Seed of the first case.")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--profiles", nargs="+", default=sorted(set(PROFILES) - {OURS}), choices=sorted(set(PROFILES) - {OURS}))
-    parser.add_argument("--no-sharing", dest="sharing", action="store_false")
+    parser.add_argument("--sharing", choices=get_args(Sharing), default="turns")
+    parser.add_argument("--no-sharing", dest="sharing", action="store_const", const="none")
     parser.add_argument("--worst", type=int, default=5, help="Cases to print in full.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -126,7 +126,15 @@ def hydraserve() -> Case:
         )
 
     startup = Startup(container_s=2, context_s=0.5, libraries_s=3)
-    runtime = Runtime(startup=startup, hop_s=0.002, cache_dram=False, cache_ssd=False, gather_gb_per_second=2, window_s=1)
+    runtime = Runtime(
+        startup=startup,
+        hop_s=0.002,
+        share_compute="memory",
+        cache_dram=False,
+        cache_ssd=False,
+        gather_gb_per_second=2,
+        window_s=1,
+    )
     nodes = (group("a10", "a10", 4, 1, 24, 188), group("v100", "v100", 4, 4, 32, 368))
 
     def model(name: str, kind: str, gb: float, kv: float, ttft: float, tpot: float, slo: float) -> ModelGroup:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from services.scheduler.domain.policies.port import Capability
 from shared.errors import InvalidRequest
@@ -122,7 +122,11 @@ class Runtime(_Strict):
         default=None, gt=0, description="Speed of moving tensors to merge free memory; none: instantaneous."
     )
     merge_share: float = Field(default=1.0, ge=0, le=1, description="Share of the device's content that has to be moved.")
-    share_compute: bool = Field(default=True, description="Busy instances share a device in proportion to their booked memory.")
+    share_compute: Literal["turns", "memory", "none"] = Field(
+        default="turns",
+        description="How busy instances share a device: in turns of equal time, as processes on one GPU do; in proportion to their booked "
+        "memory (HydraServe §4.1); or not at all, each as if it were alone. `true` is `memory`, `false` is `none`.",
+    )
     hop_s: float = Field(default=0.0, ge=0, description="t_n of HydraServe: one stage to the next.")
     stage_batches: bool = Field(
         default=False,
@@ -152,6 +156,12 @@ class Runtime(_Strict):
         ge=0,
         description="From an event to the sending of its effects: the scheduler's transaction. Only with --mesh.",
     )
+
+    @field_validator("share_compute", mode="before")
+    @classmethod
+    def _accept_bool(cls, found: object) -> object:
+        """Accept the values of files that were written for earlier versions."""
+        return {True: "memory", False: "none"}[found] if isinstance(found, bool) else found
 
 
 class Failure(_Strict):

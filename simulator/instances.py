@@ -179,6 +179,11 @@ class Instance:
         self._virtual, self._since, self._speed = 0.0, clock.now, 0.0
         self._next: Timer | None = None
         self._prompts_until = 0.0
+        self._prompts: dict[Run, float] = {}
+        """Prompts that are computed or wait for it, with the times at which they end."""
+        self._prompt_slowness = 1.0
+        """Slowdown by which these times were computed."""
+        self._next_pass: Timer | None = None
         self._pending: list[Run] = []
         """Prompts that wait for the next pass, where several are computed together."""
         self._withheld: list[Run] | None = None
@@ -208,12 +213,13 @@ class Instance:
 
         Each stage does its share of the work at its share of the device.
         """
-        parts = self.parts
-        if not self._runtime.share_compute:
+        parts, rule = self.parts, self._runtime.share_compute
+        if rule == "none":
             return 1.0
+        slowdown = _slowdown_by_turns if rule == "turns" else _slowdown_by_memory
         if len(parts) == 1:
-            return _share(parts[0], self)
-        return sum(_share(p, self) for p in parts) / len(parts)
+            return slowdown(parts[0], self)
+        return sum(slowdown(p, self) for p in parts) / len(parts)
 
     def _hops(self) -> float:
         return self._runtime.hop_s * len(self.parts) if len(self.parts) > 1 else 0.0
@@ -255,6 +261,7 @@ class Instance:
             self._pending.append(run)
             self._clock.call_later(0.0, self._pass)  # prompts that arrive together are computed together
             return
+        self._respeed_prompts()
         begin = max(now, self._prompts_until) if since is None else since
         seconds = self.prompt_seconds(run)
         if run.tokens:
@@ -263,7 +270,26 @@ class Instance:
         # The first stage is free for the next prompt when it has computed its layers of this one.
         self._prompts_until = end if self.batches == 1 else begin + (seconds - self._hops()) / self.batches
         run.admitted_at = now
+        self._schedule_prompt(run, end)
+
+    def _schedule_prompt(self, run: Run, end: float) -> None:
+        self._prompts[run] = end
         run.timer = self._clock.at(end, lambda: self._on_prefilled(run))
+
+    def _respeed_prompts(self) -> None:
+        """Move the ends of prompts after a change of the device's busy instances."""
+        before, self._prompt_slowness = self._prompt_slowness, self.slowness()
+        if not self._prompts or before == self._prompt_slowness:
+            return
+        now, ratio = self._clock.now, self._prompt_slowness / before
+        self._prompts_until = now + (self._prompts_until - now) * ratio
+        for run, end in list(self._prompts.items()):
+            assert run.timer is not None
+            run.timer.cancel()
+            self._schedule_prompt(run, now + (end - now) * ratio)
+        if self._next_pass is not None:
+            self._next_pass.cancel()
+            self._next_pass = self._clock.at(self._prompts_until, self._pass)
 
     def _pass(self) -> None:
         """Compute all waiting prompts, unless a pass is under way."""
@@ -271,6 +297,7 @@ class Instance:
         if not self._pending or now < self._prompts_until:
             return
         assert isinstance(self.service, Batching)
+        self._respeed_prompts()
         runs, self._pending = self._pending, []
         fixed = self.service.prefill_ms / 1e3 * self.slowness()
         alone = [self.prompt_seconds(run) for run in runs]
@@ -279,8 +306,8 @@ class Instance:
         for run in runs:
             if run.tokens:
                 run.pause += end - now
-            run.timer = self._clock.at(end, lambda run=run: self._on_prefilled(run))  # type: ignore[misc]
-        self._clock.at(end, self._pass)
+            self._schedule_prompt(run, end)
+        self._next_pass = self._clock.at(end, self._pass)
 
     def withhold(self) -> None:
         """Let no result out until `release`."""
@@ -293,6 +320,7 @@ class Instance:
             self._on_prefilled(run)
 
     def _on_prefilled(self, run: Run) -> None:
+        self._prompts.pop(run, None)
         if self._withheld is not None:
             self._withheld.append(run)
             run.timer = Timer(lambda: None)  # it has no token yet
@@ -319,6 +347,7 @@ class Instance:
 
     def respeed(self) -> None:
         """Recompute the speed after a change of the requests here or beside it."""
+        self._respeed_prompts()
         self._advance()
         if self._next is not None:
             self._next.cancel()
@@ -368,6 +397,7 @@ class Instance:
         if run.timer is not None:
             run.timer.cancel()
             run.timer = None
+        self._prompts.pop(run, None)
         for waiting in (self._pending, self._withheld or []):
             if run in waiting:
                 waiting.remove(run)
@@ -429,7 +459,7 @@ class Instance:
         return remaining / speed, longest
 
     def _others_share(self) -> None:
-        if self._runtime.share_compute:
+        if self._runtime.share_compute != "none":
             for part in self.parts:
                 if len(part.device.instances) > 1:
                     for other in part.device.instances.values():
@@ -437,11 +467,14 @@ class Instance:
                             other.respeed()
 
 
-def _share(part: Part, instance: Instance) -> float:
-    """Return the slowdown by busy instances on the device (HydraServe §4.1).
+def _slowdown_by_turns(part: Part, instance: Instance) -> float:
+    """Return the slowdown where the busy processes of a device compute in turns."""
+    instances = part.device.instances
+    return 1.0 + sum(1 for other in instances.values() if other is not instance and other.runs) if len(instances) > 1 else 1.0
 
-    Their shares are by booked memory.
-    """
+
+def _slowdown_by_memory(part: Part, instance: Instance) -> float:
+    """Return the slowdown where shares of a device are by booked memory (HydraServe §4.1)."""
     instances = part.device.instances
     if len(instances) <= 1:
         return 1.0

@@ -80,6 +80,7 @@ def runtime(system: str, start: Startup, cached: bool, gather: float = c.GATHER.
         cache_dram=cached,
         cache_ssd=False,
         hop_s=c.HOP_S.value,
+        share_compute="memory",
         stage_batches=True,
         gather_gb_per_second=gather,
         window_s=c.WINDOW_S.value,

@@ -43,6 +43,7 @@ def cluster(
     runtime = Runtime(
         startup=Startup(container_s=c.OTHER_S.value + query, prefetch=False),
         in_dram=True,
+        share_compute="memory",
         elastic_kv=ours,
         kv_overhead=c.KV_OVERHEAD.value if ours else 0.0,
         merge_gb_per_second=merge if ours else None,

@@ -70,6 +70,29 @@ def test_longest_idle_instance_is_evicted_if_there_is_no_room() -> None:
     assert outcome.served[4].queued == pytest.approx(2.75)  # stopping, then as any other
 
 
+@pytest.mark.parametrize(("share_compute", "large_s", "small_s"), [("turns", 3.0, 2.0), ("memory", 2.15, 2.5), ("none", 2.0, 1.0)])
+def test_prompts_speed_up_and_slow_down_with_the_busy_instances(share_compute: str, large_s: float, small_s: float) -> None:
+    """The large model has 1.5 s to compute when the small one begins its 1 s.
+
+    In turns, both have half of the device until the small one is done after 2 s. By memory, the
+    small one has an eleventh of it until the large one is done, 1.65 s later, and then all of it.
+    """
+    large, small = (
+        ModelGroup(name=name, weights_gb=gb, service=Fixed(seconds=seconds), slo_ttft=9)
+        for name, gb, seconds in (("large", 10, 2), ("small", 1, 1))
+    )
+    runtime = Runtime.model_validate({"share_compute": share_compute, "in_dram": True})
+    cluster = ClusterFile(nodes=(NODES.model_copy(update={"count": 1, "devices": 1}),), runtime=runtime)
+    requests = [ask(0, "large"), ask(10, "small"), ask(100, "large"), ask(100.5, "small")]
+    ttft = {(s.model, s.at): s.ttft for s in run(requests, groups=[large, small], cluster=cluster).served}
+    assert ttft["large", 100] == pytest.approx(large_s)
+    assert ttft["small", 100.5] == pytest.approx(small_s)
+
+
+def test_share_compute_accepts_the_values_of_earlier_versions() -> None:
+    assert [Runtime.model_validate({"share_compute": v}).share_compute for v in (True, False)] == ["memory", "none"]
+
+
 def test_a_batching_engine_prefills_and_decodes() -> None:
     service = Batching(prefill_tokens_per_second=1000, tpot_ms=10, tpot_ms_more=10, concurrency=2)
     group = ModelGroup(name="chat", weights_gb=1, kv_gb=1, service=service, slo_ttft=1.0)

@@ -27,8 +27,8 @@ It owns the queues, the routes and the requests in flight. Events arrive as meth
 6. An instance that has sent nothing for a request for PROBE_AFTER_S is asked whether it has the
    request, after a reconnection to NATS after PROBE_SOON_S. If not, its final messages
    were lost: as rule 5.
-7. A waiting request fails at its deadline. All requests that wait for a model fail if its load
-   failed permanently.
+7. A waiting request fails at its deadline, which time at an instance postpones. All requests that
+   wait for a model fail if its load failed permanently.
 """
 
 from __future__ import annotations
@@ -376,6 +376,7 @@ class Dispatcher:
         self._effects.send(ticket, route)
 
     def _requeue(self, ticket: Ticket, now: float) -> None:
+        ticket.queue_deadline += max(0.0, now - ticket.sent_at)  # meanwhile it had an instance
         self._release(ticket, now)
         ticket.stage, ticket.instance_id = Stage.QUEUED, None
         if ticket.is_resumable:

@@ -320,6 +320,20 @@ def test_late_final_messages_are_accepted(dispatcher: Dispatcher, world: Recorde
     assert len(world.sent) == 1
 
 
+def test_time_at_a_lost_instance_is_no_time_in_the_queue(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+    """A response that is sent as a whole takes longer than a request may wait for an instance."""
+    dispatcher.on_status(status(instance("i")), 0)
+    ask(dispatcher, "r", now=0.0)  # waits for 10 s at most
+    dispatcher.on_status(status(instance("i", active=1)), 24.0)
+    dispatcher.on_status(status(instance("i", state=InstanceState.FAILED)), 25.0)
+    dispatcher.on_tick(25.0)
+    dispatcher.on_tick(34.9)
+    assert dispatcher.count_waiting("m") == 1
+    assert world.failed == {}
+    dispatcher.on_tick(35.0)
+    assert isinstance(world.failed["r"], QueueTimeout)
+
+
 def test_response_timeout_covers_all_resumed_attempts(dispatcher: Dispatcher, world: RecordedEffects) -> None:
     made = ticket("r", wait=1e6, response=100)
     dispatcher.on_status(status(instance("i", active=1)), 0)

@@ -111,8 +111,12 @@ class HeldBodies:
 
     async def open(self) -> BodyFile:
         """Open an empty body. Raises `StoreFull` if no file can be made."""
+        opening = asyncio.get_running_loop().run_in_executor(None, _open_unnamed, self._directory)
         try:
-            descriptor = await asyncio.to_thread(_open_unnamed, self._directory)
+            descriptor = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_opened)
+            raise
         except OSError as e:
             raise StoreFull(f"The gateway cannot store this body ({e.strerror}). Send it later") from e
         file = BodyFile(secrets.token_hex(16), descriptor)
@@ -166,3 +170,9 @@ def _open_unnamed(directory: Path) -> int:
     make_private(directory)
     with tempfile.TemporaryFile(dir=directory) as file:
         return os.dup(file.fileno())
+
+
+def _close_opened(opening: asyncio.Future[int]) -> None:
+    """Close the file of a request that ended while it was opened."""
+    if not opening.cancelled() and opening.exception() is None:
+        os.close(opening.result())

@@ -186,7 +186,8 @@ class BudgetKeeper:
         """Ask every two seconds until cancelled, while any key has a budget."""
         while True:
             names = {key.name for key in self._keys.list_keys() if key.has_budget}
-            async with self._asking, self._reporting:
+            # In this order: a request of a new key asks without waiting for the report on its way.
+            async with self._reporting, self._asking:
                 if names:
                     await self._ask(names)
                 else:

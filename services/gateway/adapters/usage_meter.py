@@ -240,7 +240,12 @@ class UsageMeter:
     async def _report(self, spool: UsageSpool, until: int | None = None) -> bool:
         """Report a spool, up to a position; return False if the ledger does not have it."""
         while spool.unreported and (until is None or spool.position < until):
-            report = await asyncio.to_thread(_read_report, spool, until)
+            try:
+                report = await asyncio.to_thread(_read_report, spool, until)
+            except OSError as e:
+                if self._failures.allows(f"read {spool.name}"):
+                    log.error("failed to read a usage spool; retrying", extra={"spool": spool.name, "error": str(e)})
+                return False
             if report is None:
                 return True  # the rest is a damaged line
             if not await self._send(spool, report):

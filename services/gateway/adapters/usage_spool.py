@@ -100,10 +100,12 @@ class UsageSpool:
         return os.pread(self._descriptor, min(READ_BYTES, self.unreported), self.position)
 
     def remove(self) -> None:
-        """Delete the file, all of which the ledger has."""
+        """Delete the file, all of which the ledger has: it counts nothing of it again."""
         self._unmap()
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as e:
+            log.warning("failed to remove a usage spool", extra={"path": str(self._path), "error": str(e)})
         os.close(self._descriptor)
 
     def close(self) -> None:

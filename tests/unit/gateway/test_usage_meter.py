@@ -39,6 +39,42 @@ class RefusingMesh:
         return UsageRecorded(position=report.end)
 
 
+async def test_spool_that_cannot_be_read_now_is_reported_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool = UsageSpool.open(tmp_path / "ended.usage")
+    assert spool is not None
+    spool.append(RECORD.line())
+    spool.close()
+    mesh = RefusingMesh("none")
+    meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
+    meter.open()
+    with monkeypatch.context() as broken:
+
+        def fail(_: UsageSpool) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+        broken.setattr(UsageSpool, "read", fail)
+        assert not await meter.flush()
+    assert await meter.flush()
+    assert mesh.reported == ["ended"]
+    meter.close()
+
+
+async def test_reported_spool_that_cannot_be_removed_ends_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool = UsageSpool.open(tmp_path / "ended.usage")
+    assert spool is not None
+    spool.append(RECORD.line())
+    spool.close()
+    meter = UsageMeter(cast(Mesh, RefusingMesh("none")), "own", tmp_path)
+    meter.open()
+
+    def fail(path: Path, *, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    assert await meter.flush()
+    meter.close()
+
+
 async def test_a_refused_spool_of_an_ended_gateway_keeps_no_other_records_back(tmp_path: Path) -> None:
     for name in ("ended-a", "ended-b"):
         spool = UsageSpool.open(tmp_path / f"{name}.usage")

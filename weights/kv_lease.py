@@ -200,6 +200,8 @@ class KvLease:
                 log.debug("no connection to the loader; borrowed pages stay", extra={"error": str(e)})
             except ValidationError:
                 log.exception("the loader sent a line that this engine does not know")
+            except Exception:  # the thread's boundary: without it the cache would wait for pages for ever
+                log.exception("failed to handle a message of the loader; connecting again")
             self._closed.wait(_RECONNECT_S)
 
     def _talk(self) -> None:

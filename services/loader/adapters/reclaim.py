@@ -124,14 +124,22 @@ class Reclaimer:
             if not waiting:
                 continue
             for order in waiting:
-                if not self._pool.mapped_among(order.chunks):
-                    with self._lock:
-                        del self._stuck[order.run]
-                    try:
-                        self._free_chunks(order, notify=False)
-                    except OSError:
-                        log.exception("failed to reclaim pool memory; these chunks stay unused", extra={"run": order.run})
-                        self._emit(VacateFailed(order.run, free_bytes()))
+                self._reclaim_stuck(order)
+
+    def _reclaim_stuck(self, order: Vacate) -> None:
+        try:
+            if self._pool.mapped_among(order.chunks):
+                return
+        except OSError as e:
+            log.warning("failed to find the processes that map released weights; retrying", extra={"error": str(e)})
+            return
+        with self._lock:
+            del self._stuck[order.run]
+        try:
+            self._free_chunks(order, notify=False)
+        except OSError:
+            log.exception("failed to reclaim pool memory; these chunks stay unused", extra={"run": order.run})
+            self._emit(VacateFailed(order.run, free_bytes()))
 
 
 def _await_exit(pids: list[int], within: float) -> None:

@@ -186,6 +186,26 @@ def test_memory_is_not_reported_free_while_a_process_maps_it(pool: PoolMemory, s
         assert pool.count_allocated() == 0
 
 
+def test_mappings_that_cannot_be_read_for_a_moment_end_no_watch(pool: PoolMemory, shell: Shell) -> None:
+    pool.prepare(3)
+    with mapper(pool.path, extents((3,), 4096)) as process, pytest.MonkeyPatch.context() as broken:
+        assert process.stdin is not None
+        shell.reclaimer.start(Vacate(1, (3,), CHUNK_BYTES, 0, "w"))
+        assert shell.next() == Reclaimed("w", 1, 0)
+        failed = threading.Event()
+
+        def fail(_: PoolMemory, chunks: object) -> frozenset[int]:
+            failed.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        broken.setattr(PoolMemory, "mapped_among", fail)
+        assert failed.wait(60)
+        broken.undo()
+        process.stdin.write(b"\n")  # it unmaps, and continues
+        process.stdin.flush()
+        assert isinstance(shell.next(), Vacated)
+
+
 def test_reclaim_waits_for_a_mapping_that_ends_in_time(pool: PoolMemory) -> None:
     pool.prepare(3)
     shell = Shell(pool, 10)

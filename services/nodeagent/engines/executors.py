@@ -32,6 +32,7 @@ from shared.contracts.executor import (
 )
 from shared.errors import EngineFailed, Unreachable
 from shared.logfiles import sort_newest_first
+from shared.restart_records import recover_records, write_record
 
 log = logging.getLogger(__name__)
 _ATTACH_WITHIN_S = 60.0
@@ -89,6 +90,8 @@ class Executors:
         self._stuck: dict[int, str] = {}
         self._silent: set[int] = set()
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(OSError):
+            recover_records(self._directory)
         for path in self._directory.glob("*.json"):
             with contextlib.suppress(OSError, ValidationError):
                 record = ExecutorRecord.model_validate_json(path.read_bytes())
@@ -116,8 +119,11 @@ class Executors:
         async with self._starting.setdefault(start.device, asyncio.Lock()):
             record = self._find(start.device) or await self._start(start.device)
         path = Path(start.log_path)
-        path.unlink(missing_ok=True)
-        path.symlink_to(self._log_path(record.executor_id).name)
+        try:
+            path.unlink(missing_ok=True)
+            path.symlink_to(self._log_path(record.executor_id).name)
+        except OSError as e:
+            raise EngineFailed(f"The log of {start.instance_id} cannot be linked to its executor's: {e}") from e
         deadline = time.monotonic() + _ATTACH_WITHIN_S
         command = AttachInstance(start=start, deadline_ms=_ATTACH_MS)
         while True:
@@ -234,8 +240,11 @@ class Executors:
         self._culprits.pop(pid, None)
         self._stuck.pop(pid, None)
         self._silent.discard(pid)
-        self._record_path(executor_id).write_text(record.model_dump_json())
-        self._prune_logs()
+        try:
+            write_record(self._record_path(executor_id), record.model_dump_json())
+            self._prune_logs()
+        except OSError as e:  # it runs; only the next agent would not find it
+            log.error("failed to write an executor's record", extra={"executor": executor_id, "error": str(e)})
         log.info("executor started", extra={"executor": executor_id, "device": device, "pid": pid})
         return record
 
@@ -243,7 +252,10 @@ class Executors:
         self._culprits = {record.pid: self.culprit(record.pid)}  # its instances' exits may be handled later
         self._by_pid.pop(record.pid, None)
         for path in (self._record_path(record.executor_id), self._current_path(record.executor_id)):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as e:  # its process has ended, and the next agent finds that out
+                log.error("failed to remove an executor's record", extra={"path": str(path), "error": str(e)})
 
     def _prune_logs(self) -> None:
         running = {self._log_path(record.executor_id) for record in self._by_pid.values()}

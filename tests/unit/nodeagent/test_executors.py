@@ -1,0 +1,64 @@
+"""Executors on a node whose disk refuses their files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from services.nodeagent.engines import executors as module
+from services.nodeagent.engines.executors import Executors
+from services.nodeagent.engines.launcher import Launcher
+from shared.contracts.engine import EngineStart
+from shared.contracts.executor import ExecutorStart, InstanceAttached
+from shared.errors import EngineFailed
+from tests.support.fake_engine import card_of
+
+
+class OwnProcess:
+    """Starts nothing: the executor is this process."""
+
+    async def launch(self, _: ExecutorStart) -> int:
+        return os.getpid()
+
+
+async def attached(*_: Any) -> InstanceAttached:
+    return InstanceAttached(pid=os.getpid())
+
+
+def executors(tmp_path: Path) -> Executors:
+    return Executors(cast(Launcher, OwnProcess()), attached, tmp_path / "executors", tmp_path, "n", {})
+
+
+def start(tmp_path: Path, logs: str = "") -> EngineStart:
+    return EngineStart(
+        instance_id="i",
+        node="n",
+        card=card_of("m"),
+        device="cpu:0",
+        kv_bytes=0,
+        log_path=str(tmp_path / logs / "i.engine.log"),
+    )
+
+
+async def test_executor_whose_record_cannot_be_written_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, _: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    found = executors(tmp_path)
+    monkeypatch.setattr(module, "write_record", fail)
+    assert await found.attach(start(tmp_path)) == os.getpid()
+    assert found.is_running("cpu:0")
+
+
+async def test_log_that_cannot_be_linked_refuses_the_start(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="cannot be linked"):
+        await executors(tmp_path).attach(start(tmp_path, "missing"))
+
+
+async def test_the_next_agent_finds_an_executor(tmp_path: Path) -> None:
+    await executors(tmp_path).attach(start(tmp_path))
+    assert executors(tmp_path).list_devices() == ["cpu:0"]

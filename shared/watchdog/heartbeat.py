@@ -88,4 +88,5 @@ class Ear:
 
     def close(self) -> None:
         self._socket.close()
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the next one at this path replaces it
+            self.path.unlink(missing_ok=True)

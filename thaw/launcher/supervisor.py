@@ -91,6 +91,8 @@ class Supervisor:
         self._starter = starter
         self._ready_before = ready_before
         self._hung_at: dict[str, float] = {}
+        self._is_status_stale = False
+        """The last status could not be written."""
 
     async def run(self) -> None:
         """Until every service has stopped."""
@@ -149,10 +151,18 @@ class Supervisor:
                     self._kill(name, group=group)
                 case Finished():
                     self._finished = True
-        if self._mesh != before or effects:
+        if self._mesh != before or effects or self._is_status_stale:
             self._write_status()
 
     async def _launch(self, program: Program) -> None:
+        try:
+            await self._take_over_or_start(program)
+        except OSError as e:
+            log.error("%s cannot be started: %s", program.name, e)
+            self._events.put_nowait(Exited(program.name, None))
+
+    async def _take_over_or_start(self, program: Program) -> None:
+        """Raises `OSError` if the process could not be started."""
         heartbeat = self._watcher.prepare(program)
         survivor = self._survivors.pop(program.name, None)
         if survivor is not None and survivor.is_alive():
@@ -163,13 +173,7 @@ class Supervisor:
             return
         if program.prepare is not None:
             await asyncio.to_thread(program.prepare)
-        handed = self._name_socket(program)
-        try:
-            started = await self._starter.start(program, heartbeat, handed)
-        except OSError as e:
-            log.error("%s cannot be started: %s", program.name, e)
-            self._events.put_nowait(Exited(program.name, None))
-            return
+        started = await self._starter.start(program, heartbeat, self._name_socket(program))
         identity = identify(started.pid)
         if identity is not None:
             self._processes[program.name] = identity
@@ -240,7 +244,12 @@ class Supervisor:
             )
             for s in self._mesh.services.values()
         }
-        _publish_status(self._home, MeshStatus(supervisor=_self(), stopping=self._mesh.stopping, services=services))
+        try:
+            _publish_status(self._home, MeshStatus(supervisor=_self(), stopping=self._mesh.stopping, services=services))
+            self._is_status_stale = False
+        except OSError as e:  # the services run on, and need their supervisor
+            log.error("the status cannot be written: %s", e)
+            self._is_status_stale = True
 
 
 def _self() -> Identity:

@@ -49,6 +49,7 @@ class Parent:
     def _start(self) -> None:
         self._ear = Ear(self._path)
         self._watch: Watch | None = None
+        self._looked_at = time.monotonic()
         self._hung = False
         environment = {**os.environ, VARIABLE: str(self._path)}
         self._pid = os.posix_spawnp(self._command[0], self._command, environment, setsigmask=[])
@@ -67,8 +68,8 @@ class Parent:
             if received is not None and received.si_signo in _ENDS:
                 self._stopping = True
                 self._send(signal.Signals(received.si_signo))
-            elif received is None and not self._stopping and not self._hung:
-                self._look()
+            elif not self._stopping and not self._hung and time.monotonic() - self._looked_at >= LOOK_S:
+                self._look()  # however many orphans end: as process 1 it is notified of each
 
     def _reap(self) -> int | None:
         """Reap all exited children; return the service's status if it is among them."""
@@ -81,6 +82,7 @@ class Parent:
         return found
 
     def _look(self) -> None:
+        self._looked_at = time.monotonic()
         self._ear.collect()
         look = Look(time.monotonic(), self._ear.beats, self._ear.in_loop, state_of(self._pid), cpu_wait_s(self._pid))
         self._watch = observe(self._watch, look)

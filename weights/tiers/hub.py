@@ -29,6 +29,8 @@ from weights.tiers.retry import Backoff
 
 _SOURCE = re.compile(r"hf://(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_ANSWER_S = 30.0
+"""Seconds without a byte after which the listing is given up; huggingface_hub has no limit."""
 
 
 def is_hub(source: str) -> bool:
@@ -127,8 +129,11 @@ def _ask(repo: str, revision: str | None) -> tuple[str, list[tuple[str, int, str
     from huggingface_hub import HfApi
 
     with _typed(repo, revision):
-        info = HfApi(endpoint=os.environ.get("HF_ENDPOINT")).model_info(repo, revision=revision, files_metadata=True)
-    files = [(f.rfilename, f.size or 0, getattr(f.lfs, "sha256", None)) for f in info.siblings or ()]
+        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        info = api.model_info(repo, revision=revision, files_metadata=True, timeout=_ANSWER_S)
+        if not isinstance(info.sha, str):
+            raise ValueError("no commit")
+        files = [(f.rfilename, f.size or 0, getattr(f.lfs, "sha256", None)) for f in info.siblings or ()]
     return info.sha, files
 
 
@@ -183,6 +188,11 @@ def _typed(repo: str, revision: str | None) -> Iterator[None]:
         raise Unavailable(
             f"{where} is not complete in the local cache, and the hub cannot be reached ({type(e).__name__}): check network, proxy and "
             "HF_ENDPOINT",
+            should_retry=True,
+        ) from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:  # a proxy's page, for example
+        raise Unavailable(
+            f"{where} is not complete in the local cache, and what answers is no hub ({type(e).__name__}): check HF_ENDPOINT and the proxy",
             should_retry=True,
         ) from e
 

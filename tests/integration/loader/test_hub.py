@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from shared.contracts.model_info import ModelInfo
 from shared.errors import CheckpointInvalid, InvalidModel, StaleToken, ThawError, Unavailable
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.fake_hub import COMMIT, FakeHub
+from tests.integration.loader.tiers_server import TierServer
 from tests.support.servers import NatsServer
 from tests.support.sources import sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
@@ -178,6 +181,36 @@ def test_hub_refusals_are_typed(
     hub.status, hub.error_code = status, code
     with pytest.raises(error, match=message):
         inspect(sources)
+
+
+def test_hub_that_never_answers_is_given_up(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weights.tiers.hub._ANSWER_S", 0.2)
+    found: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            inspect(sources)
+        except Unavailable as e:
+            found.append(e)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(20)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("body", [b"<html>Log in</html>", b"[]", b"{}", b'{"id": "org/model"}'])
+def test_answers_of_what_is_no_hub_are_reported(
+    tmp_path: Path, sources: Sources, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    with contextlib.closing(TierServer(tmp_path)) as portal:
+        portal.contents["/api/models/org/model"] = body
+        monkeypatch.setenv("HF_ENDPOINT", portal.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        with pytest.raises(Unavailable, match="HF_ENDPOINT"):
+            inspect(sources)
 
 
 def test_unknown_revision_is_refused(hub: FakeHub, sources: Sources) -> None:

@@ -112,7 +112,15 @@ class HttpClient:
 
         Raises `OSError`, `http.client.HTTPException`, `Cancelled`.
         """
-        trusted = _place(home or url)
+        try:
+            return self._follow(url, headers, cancelled, home or url)
+        except OSError:  # a wrong certificate is a ValueError too
+            raise
+        except ValueError as e:  # of a redirect: a port or an address that is none, a name that is too long
+            raise http.client.InvalidURL(f"an invalid URL, of the source or of a redirect: {e}") from e
+
+    def _follow(self, url: str, headers: Mapping[str, str] | None, cancelled: threading.Event | None, home: str) -> Answer:
+        trusted = _place(home)
         for _ in range(_MOST_REDIRECTS):
             own = self._headers if _place(url) == trusted else {}
             answer = self._get_once(url, {**own, **(headers or {})}, cancelled)

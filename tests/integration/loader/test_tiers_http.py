@@ -261,6 +261,13 @@ def test_remembered_redirects_get_no_credentials(server: TierServer, tmp_path: P
         assert not any("Authorization" in r.headers for r in elsewhere.requests)
 
 
+@pytest.mark.parametrize("target", ["http://127.0.0.1:99999", "http://[::1", f"http://{'a' * 64}.invalid"])
+def test_redirects_to_invalid_urls_are_reported(server: TierServer, tier: HttpTier, target: str) -> None:
+    server.faults.redirect = target
+    with pytest.raises(Unavailable, match="could not be read"):
+        read(tier)
+
+
 def test_endless_redirects_are_refused(server: TierServer, tier: HttpTier) -> None:
     server.faults.redirect = server.url
     with pytest.raises(Unavailable, match="redirects"):

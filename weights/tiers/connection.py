@@ -180,9 +180,16 @@ class _Readable:
 
 
 def _connect(host: str, port: int, deadline: float, cancelled: threading.Event | None) -> socket.socket:
-    """A TCP connection to the first address of `host` that answers, not blocking."""
+    """A TCP connection to the first address of `host` that answers, not blocking.
+
+    Each address may take an equal part of the time that is left: one that is silent, as of a
+    network without IPv6, must leave time for the others.
+    """
     failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for number, (family, kind, protocol, _, address) in enumerate(addresses):
+        now = time.monotonic()
+        until = now + max(0.0, deadline - now) / (len(addresses) - number)
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setblocking(False)
@@ -190,7 +197,7 @@ def _connect(host: str, port: int, deadline: float, cancelled: threading.Event |
             try:
                 sock.connect(address)
             except BlockingIOError:
-                _wait_until_ready(sock, select.POLLOUT, deadline, cancelled)
+                _wait_until_ready(sock, select.POLLOUT, until, cancelled)
             if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(error, f"{host} port {port} cannot be reached")
         except OSError as e:

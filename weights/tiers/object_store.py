@@ -55,6 +55,8 @@ _GCLOUD = Path("~/.config/gcloud/application_default_credentials.json")
 _METADATA_CONNECT = timedelta(seconds=1)
 _METADATA_WITHIN = timedelta(seconds=5)
 _SIGNED_FOR_S = 3600
+_NEW_S = 10.0
+"""A signature of this age is not renewed if the store refuses it: it has another reason."""
 _AT_ONCE = 8
 _PIECE_BYTES = 1024 * 1024
 _NOT_FOUND = "status code: 404"
@@ -112,7 +114,8 @@ class ObjectStoreTier(RemoteTier):
     def _remote(self, name: str, path: str, size: int, e_tag: str | None) -> RemoteFile:
         # Azure's listing leaves out the quotes that its answers' headers have.
         quoted = f'"{e_tag}"' if e_tag and not e_tag.startswith(('"', "W/")) else e_tag
-        return RemoteFile(_Signed(self._store, path), f"{self.source}/{name}", size, quoted, key=path)
+        signed = _Signed(self._store, path)
+        return RemoteFile(signed, f"{self.source}/{name}", size, quoted, key=path, renew=signed.renew)
 
     def _head(self, remote: RemoteFile) -> bytes:
         length = min(FIRST_BYTES, remote.size or 0)
@@ -151,6 +154,7 @@ class ObjectStoreTier(RemoteTier):
 
         done = failures = 0
         while done < len(into):
+            begun = done
             try:
                 with _Typed(remote.where):
                     options: GetOptions = {"range": (offset + done, offset + len(into)), "if_match": remote.validator}
@@ -161,9 +165,12 @@ class ObjectStoreTier(RemoteTier):
                             into[done : done + len(data)] = data
                             done += len(data)
                         failures = 0
+                if done == begun:
+                    raise Unavailable(f"{remote.where}: the store sent no bytes; check it and the proxy", should_retry=True)
             except Unavailable as e:
                 failures += 1
-                if failures >= self._backoff.attempts or not isinstance(e.__cause__, GenericError):
+                is_final = e.__cause__ is not None and not isinstance(e.__cause__, GenericError)
+                if failures >= self._backoff.attempts or is_final:
                     raise
                 self._backoff.pause(failures, None, cancelled)
 
@@ -177,7 +184,14 @@ class _Signed:
 
     def __init__(self, store: Store, path: str) -> None:
         self._store, self._path = store, path
-        self._url, self._until = "", 0.0
+        self._url, self._until, self._since = "", 0.0, 0.0
+
+    def renew(self) -> bool:
+        """Have the next call sign the URL again. Returns False if the signature is new."""
+        if time.monotonic() - self._since < _NEW_S:
+            return False
+        self._until = 0.0
+        return True
 
     def __call__(self) -> str:
         import obstore
@@ -188,7 +202,8 @@ class _Signed:
                 self._url = obstore.sign(self._store, "GET", self._path, timedelta(seconds=_SIGNED_FOR_S))
             except (BaseError, ValueError) as e:
                 raise _Unsigned from e
-            self._until = time.monotonic() + _SIGNED_FOR_S / 2
+            self._since = time.monotonic()
+            self._until = self._since + _SIGNED_FOR_S / 2
         return self._url
 
 

@@ -40,6 +40,7 @@ class RemoteFile:
 
     `size` and `validator` (an ETag or Last-Modified) hold for every answer; None: whatever the
     first answer says. `headers`: of the first answer. `key`: for the store that the file is in.
+    `renew()` has `url()` sign the URL again; False if the signature is new.
     `whole_only`: the server has shown that it knows no ranges.
     """
 
@@ -52,6 +53,7 @@ class RemoteFile:
     headers: HTTPMessage | None = None
     key: str = ""
     whole_only: bool = False
+    renew: Callable[[], bool] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def address(self) -> str:
@@ -182,6 +184,9 @@ class RangeReader:
                 file.final = None
                 if answer.url != file.url():
                     raise Retry(f"the server refused access ({status})")
+            elif file.renew is not None and (answer.url != file.url() or file.renew()):
+                # The credentials of the signature have expired before it, which no URL says.
+                raise Retry(f"the server refused access ({status})")
             raise self._refused(file.where, status)
         if status in RETRIED_STATUSES:
             raise Retry(f"the server answered {status}", answer.header("Retry-After"))

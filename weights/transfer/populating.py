@@ -62,8 +62,8 @@ class Populating:
                 return
             if not self._closed and self._error is None and wants_thread(len(self._threads), self._most, self._next):
                 thread = threading.Thread(target=self._work, name="populate", daemon=True)
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._done[piece.index] or self._error is not None or self._closed)
             if not self._done[piece.index]:

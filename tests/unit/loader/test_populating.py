@@ -153,6 +153,17 @@ def test_readers_get_the_error_of_the_populating_thread() -> None:
     populating.close()
 
 
+def test_a_thread_that_cannot_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    populating = Populating(pieces := load_pieces(1), RecordedSpace())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        populating.wait(pieces[0])
+    populating.close()
+
+
 def test_a_waiting_reader_is_cancelled_by_close() -> None:
     space = RecordedSpace()
     space.released.clear()

@@ -101,7 +101,7 @@ class KeyStore:
             self._existed.add(scope)
             return
         self._keys.pop(key, None)
-        parsed = _parse(value)
+        parsed = parse_key(value)
         if parsed is None:
             self._unparsable.add(key)
             self._existed.update(_SCOPES)
@@ -151,7 +151,8 @@ class KeyStore:
             await self._writing
 
 
-def _parse(value: bytes) -> ApiKey | None:
+def parse_key(value: bytes) -> ApiKey | None:
+    """Return the key of an entry; None if the entry cannot be parsed."""
     try:
         return ApiKey.model_validate_json(value)
     except ValidationError as e:

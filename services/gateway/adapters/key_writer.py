@@ -1,8 +1,9 @@
 """Changes of API keys in their JetStream bucket, each preceded by an entry of the audit log.
 
-Every change of an entry names the revision that it replaces, so that a change on one gateway cannot
-make a key valid again that another gateway has revoked. NATS acknowledges a write after it is on
-the disk (docs/adr/0048).
+Every change of an entry names the revision that it replaces, whose value must be the one that the
+change was made from. So a change on one gateway can neither make a key valid again that another
+gateway has revoked, nor undo another gateway's change. Changes of one key on one gateway follow
+each other. NATS acknowledges a write after it is on the disk (docs/adr/0048).
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from nats.errors import Error as NatsError
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NoStreamResponseError, NotFoundError
 from nats.js.kv import KeyValue
 from pydantic import ValidationError
 
-from services.gateway.adapters.key_store import KeyStore
+from services.gateway.adapters.key_store import KeyStore, parse_key
 from shared.contracts import subjects
 from shared.contracts.keys import ApiKey, ChangeKey, KeyChanged, KeyLimits, NewKey, RotateKey
 from shared.errors import Conflict, NotFound, StoreFull, ThawError, Unavailable
@@ -67,9 +69,14 @@ class KeyWriter:
     def __init__(self, mesh: Mesh, store: KeyStore) -> None:
         self._mesh = mesh
         self._store = store
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def add(self, new: NewKey, actor: Actor) -> ApiKey:
         """Add a key. Raises `Conflict` if its name or its hash exists already."""
+        async with self._lock(new.name):
+            return await self._add(new, actor)
+
+    async def _add(self, new: NewKey, actor: Actor) -> ApiKey:
         if self._store.find_named(new.name):
             raise Conflict(f"An API key called {new.name} exists already. Revoke it, or choose another name", param="name")
         key = ApiKey(name=new.name, scope=new.scope, created=int(time.time()), **limits_of(new))
@@ -83,9 +90,13 @@ class KeyWriter:
         A key of that name keeps its time of creation. If it has another hash, the present one is
         revoked.
         """
+        async with self._lock(new.name):
+            return await self._put(new, actor)
+
+    async def _put(self, new: NewKey, actor: Actor) -> ApiKey:
         present = self._store.find_named(new.name)
         if not present:
-            return await self.add(new, actor)
+            return await self._add(new, actor)
         now = present.get(new.sha256)
         created = min(key.created for key in present.values())
         key = ApiKey(name=new.name, scope=new.scope, created=created, **limits_of(new))
@@ -94,7 +105,7 @@ class KeyWriter:
         action: Action = "change" if now is not None else "rotate"
         async with self._audited(action, key.name, actor, key.model_dump(mode="json", exclude_defaults=True)) as bucket:
             if now is not None:
-                await self._update(bucket, new.sha256, key)
+                await self._update(bucket, new.sha256, now, key)
             else:
                 await self._create(bucket, new.sha256, key)
             for digest in present.keys() - {new.sha256}:
@@ -107,6 +118,10 @@ class KeyWriter:
         Raises:
             NotFound: There is no key of that name.
         """
+        async with self._lock(name):
+            return await self._change(name, change, actor)
+
+    async def _change(self, name: str, change: ChangeKey, actor: Actor) -> ApiKey:
         present = self._find(name)
         fields = {field: getattr(change, field) for field in change.model_fields_set}
         # The key that is being replaced first: at no time it expires after its successor.
@@ -116,7 +131,7 @@ class KeyWriter:
                 key, more = present[digest], dict(fields)
                 if "expires" in fields and digest != digests[-1]:
                     more["expires"] = _earlier(key.expires, fields["expires"])
-                await self._update(bucket, digest, key.model_copy(update=more))
+                await self._update(bucket, digest, key, key.model_copy(update=more))
         return self._find_newest(name)
 
     async def rotate(self, name: str, rotation: RotateKey, actor: Actor) -> ApiKey:
@@ -126,6 +141,10 @@ class KeyWriter:
             NotFound: There is no key of that name.
             Conflict: The new key exists already, or the key is being rotated.
         """
+        async with self._lock(name):
+            return await self._rotate(name, rotation, actor)
+
+    async def _rotate(self, name: str, rotation: RotateKey, actor: Actor) -> ApiKey:
         present = self._find(name)
         now = int(time.time())
         digest = max(present, key=lambda d: _rank(present[d]))
@@ -137,15 +156,22 @@ class KeyWriter:
             for expired in replaced:
                 await self._delete(bucket, expired)
             await self._create(bucket, rotation.sha256, old.model_copy(update={"created": now}))
+            try:
+                expires = until if old.expires is None else min(until, old.expires)
+                await self._update(bucket, digest, old, old.model_copy(update={"expires": expires}))
+            except (NotFound, Conflict):  # it was revoked or changed meanwhile: so must its successor be
+                await self._delete(bucket, rotation.sha256)
+                raise
             if rotation.overlap_s == 0:
                 await self._delete(bucket, digest)
-            else:
-                expires = until if old.expires is None else min(until, old.expires)
-                await self._update(bucket, digest, old.model_copy(update={"expires": expires}))
         return self._find_newest(name)
 
     async def revoke(self, name: str, actor: Actor) -> ApiKey:
         """Revoke a key. Raises `NotFound` if there is none of that name."""
+        async with self._lock(name):
+            return await self._revoke(name, actor)
+
+    async def _revoke(self, name: str, actor: Actor) -> ApiKey:
         present = self._find(name)
         newest = self._find_newest(name)
         async with self._audited("revoke", name, actor, {}, is_required=False) as bucket:
@@ -175,6 +201,10 @@ class KeyWriter:
         return tuple(found)
 
     # Writes.
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        """Return the lock of a key's changes, which exists while one is in progress."""
+        return self._locks.setdefault(name, asyncio.Lock())
 
     @asynccontextmanager
     async def _audited(
@@ -232,16 +262,25 @@ class KeyWriter:
             raise Conflict("This API key exists already under another name. Create a new key", param="sha256") from e
         self._store.put(digest, value)
 
-    async def _update(self, bucket: KeyValue, digest: str, key: ApiKey) -> None:
+    async def _update(self, bucket: KeyValue, digest: str, before: ApiKey, key: ApiKey) -> None:
+        """Replace the record `before` of a key.
+
+        Raises:
+            NotFound: The key was revoked meanwhile.
+            Conflict: The record is another one.
+        """
         value = key.model_dump_json().encode()
+        changed = Conflict(f"The API key {key.name} was changed meanwhile. Repeat the request", should_retry=True)
         try:
             entry = await bucket.get(digest)
+            if parse_key(entry.value or b"") != before:
+                raise changed
             with full_as(_FULL):
                 await bucket.update(digest, value, last=entry.revision)
         except KeyNotFoundError as e:
             raise NotFound(f"The API key {key.name} was revoked meanwhile") from e
         except KeyWrongLastSequenceError as e:
-            raise Conflict(f"The API key {key.name} was changed meanwhile. Repeat the request", should_retry=True) from e
+            raise changed from e
         self._store.put(digest, value)
 
     async def _delete(self, bucket: KeyValue, digest: str) -> None:

@@ -1,0 +1,91 @@
+"""Changes of API keys at the same time, on one gateway or on several."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.adapters.key_marker import KeyMarker
+from services.gateway.adapters.key_store import KeyStore
+from services.gateway.adapters.key_writer import Actor, KeyWriter
+from services.gateway.authorization import hash_key
+from shared.contracts import subjects
+from shared.contracts.keys import ApiKey, ChangeKey, NewKey, RotateKey
+from shared.errors import Conflict, NotFound
+from tests.support.fake_engine import FakeNode
+
+ACTOR = Actor("root")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> KeyStore:
+    """A gateway's copy of the keys, which no other gateway's changes reach."""
+    return KeyStore(KeyMarker(tmp_path / "keys"))
+
+
+@pytest.fixture
+def writer(node: FakeNode, store: KeyStore) -> KeyWriter:
+    return KeyWriter(node.mesh, store)
+
+
+def new_key(key: str) -> NewKey:
+    return NewKey(name="alice", sha256=hash_key(key))
+
+
+async def stored(node: FakeNode, key: str) -> ApiKey:
+    bucket = await node.mesh.nc.jetstream().key_value(subjects.KEYS_BUCKET)
+    return ApiKey.model_validate_json((await bucket.get(hash_key(key))).value or b"")
+
+
+async def test_two_changes_at_once_are_both_kept(writer: KeyWriter, node: FakeNode) -> None:
+    await writer.add(new_key("a"), ACTOR)
+    await asyncio.gather(
+        writer.change("alice", ChangeKey(requests_per_minute=7), ACTOR),
+        writer.change("alice", ChangeKey(tokens_per_minute=9), ACTOR),
+    )
+    found = await stored(node, "a")
+    assert (found.requests_per_minute, found.tokens_per_minute) == (7, 9)
+
+
+async def test_a_change_of_an_outdated_copy_is_a_conflict(writer: KeyWriter, store: KeyStore, node: FakeNode) -> None:
+    """Another gateway has changed the key, and this one has not read it yet."""
+    outdated = await writer.add(new_key("a"), ACTOR)
+    await writer.change("alice", ChangeKey(requests_per_minute=7), ACTOR)
+    store.put(hash_key("a"), outdated.model_dump_json().encode())
+    with pytest.raises(Conflict, match="changed meanwhile"):
+        await writer.change("alice", ChangeKey(tokens_per_minute=9), ACTOR)
+    assert (await stored(node, "a")).requests_per_minute == 7
+
+
+async def test_a_name_is_added_once(writer: KeyWriter, store: KeyStore) -> None:
+    found = await asyncio.gather(*(writer.add(new_key(k), ACTOR) for k in ("a", "b")), return_exceptions=True)
+    assert [type(f) for f in found] == [ApiKey, Conflict]
+    assert list(store.find_named("alice")) == [hash_key("a")]
+
+
+async def test_a_key_is_rotated_once_at_a_time(writer: KeyWriter, store: KeyStore) -> None:
+    await writer.add(new_key("a"), ACTOR)
+    rotations = (writer.rotate("alice", RotateKey(sha256=hash_key(k)), ACTOR) for k in ("b", "c"))
+    found = await asyncio.gather(*rotations, return_exceptions=True)
+    assert [type(f) for f in found] == [ApiKey, Conflict]
+    assert store.find_named("alice").keys() == {hash_key("a"), hash_key("b")}
+
+
+@pytest.mark.parametrize("overlap_s", [0, 60])
+async def test_a_key_that_is_revoked_during_its_rotation_has_no_successor(
+    writer: KeyWriter, store: KeyStore, monkeypatch: pytest.MonkeyPatch, overlap_s: int
+) -> None:
+    await writer.add(new_key("a"), ACTOR)
+    create = KeyWriter._create
+
+    async def create_and_revoke(self: KeyWriter, bucket: Any, digest: str, key: ApiKey) -> None:
+        await create(self, bucket, digest, key)
+        await bucket.delete(hash_key("a"))  # by another gateway
+
+    monkeypatch.setattr(KeyWriter, "_create", create_and_revoke)
+    with pytest.raises(NotFound, match="revoked meanwhile"):
+        await writer.rotate("alice", RotateKey(sha256=hash_key("b"), overlap_s=overlap_s), ACTOR)
+    assert store.find(hash_key("b")) is None

@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 1.0
 _READING = frozenset({"GET", "HEAD"})
 INFERENCE_PREFIXES = ("/v1/", "/api/")
+"""Paths of OpenAI's API and of Ollama's, which need an inference key."""
 ADMIN_ROUTES = ("/api/pull",)
 """Routes below these prefixes that change the cluster, and need an admin key."""
-"""Paths of OpenAI's API and of Ollama's, which need an inference key."""
 session_key_hash: ContextVar[str | None] = ContextVar("session_key_hash", default=None)
 """Digest of the key of the console's session, or of a batch; empty: a request without a key.
 
@@ -59,7 +59,7 @@ class KeyFile:
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser()
         self._checked_at = 0.0
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: tuple[int, int, int] | None = None
         self._hashes: frozenset[str] = frozenset()
 
     def hashes(self) -> frozenset[str]:
@@ -72,11 +72,11 @@ class KeyFile:
     def _refresh(self) -> None:
         try:
             stat = self._path.stat()
-            stamp = (stat.st_mtime_ns, stat.st_size)
+            stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             if stamp == self._stamp:
                 return
             lines = self._path.read_text().splitlines()
-        except OSError as e:
+        except (OSError, UnicodeDecodeError) as e:
             log.warning("failed to read the file of API keys; none of its keys is valid", extra={"error": str(e)})
             self._stamp, self._hashes = None, frozenset()
             return

@@ -13,6 +13,7 @@ from playwright.async_api import async_playwright
 from services.gateway.authorization import hash_key
 from services.gateway.domain.console_view import View, cluster_view
 from services.gateway.http.console import feed, sources
+from shared.contracts import subjects
 from shared.contracts.admin import (
     AddModels,
     ClusterView,
@@ -21,6 +22,8 @@ from shared.contracts.admin import (
 )
 from shared.contracts.findings import Diagnosis
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus
+from shared.contracts.traces import TracePage
+from shared.messaging.streams import ensure_trace_stream
 from tests.integration.gateway.conftest import CARDS, Scheduler, Served, ServeFn, chat, until
 from tests.support.browser import CHROMIUM, needs_chromium
 from tests.support.fake_engine import FakeNode, card_of
@@ -77,6 +80,15 @@ async def test_a_session_is_a_strict_cookie_of_the_console_alone(guarded: Served
     assert (await guarded.http.get("/ui/api/admin/v1/cluster", headers=BEARER)).status_code == 401
 
 
+@pytest.mark.parametrize("other", ['state={"tab": 1}', "user@host=1", "without a value", "thaw_console=forged"])
+async def test_cookies_of_other_programs_do_not_end_a_session(guarded: Served, other: str) -> None:
+    """All programs of a machine that browsers know as localhost share their cookies."""
+    cookie = (await log_in(guarded, ROOT_KEY)).headers["set-cookie"].split(";")[0]
+    guarded.http.cookies.clear()
+    session = await guarded.http.get("/ui/session", headers={"cookie": f"{other}; {cookie}"})
+    assert session.json()["change"]
+
+
 async def test_changes_need_the_header_and_the_same_origin(guarded: Served, scheduler: Scheduler) -> None:
     assert (await guarded.http.post("/ui/login", json={"key": ROOT_KEY})).status_code == 403
     await log_in(guarded, ROOT_KEY)
@@ -114,6 +126,26 @@ async def test_a_read_only_key_sees_and_changes_nothing(guarded: Served, schedul
     assert (await guarded.http.get("/ui/api/admin/v1/models/none/settings")).status_code == 404
     for path in ("nodes/node-0/drain", "models/alpha/sleep", "keys"):
         assert (await guarded.http.post(f"/ui/api/admin/v1/{path}", json={}, headers=CONSOLE)).status_code == 403, path
+
+
+async def test_traces_of_a_newer_version_are_left_out(node: FakeNode, serve: ServeFn) -> None:
+    async with serve() as served:
+        await node.engine("alpha")
+        js = node.mesh.nc.jetstream()
+        await ensure_trace_stream(js, 1)
+        newer = {"request_id": "newer", "model": "alpha", "endpoint": "chat", "received": 1.0, "status": "of a newer version"}
+        await js.publish(subjects.request_trace("newer"), json.dumps(newer).encode())
+        request_id = (await served.http.post("/v1/chat/completions", json=chat())).headers["x-request-id"]
+
+        async def stored() -> bool:
+            return (await served.http.get(f"/admin/v1/traces/{request_id}")).status_code == 200
+
+        await until(stored)
+        page = TracePage.model_validate((await served.http.get("/admin/v1/traces")).json())
+        assert [t.request_id for t in page.traces] == [request_id]
+        async with served.http.stream("GET", "/ui/events?topics=requests") as events:
+            view = await anext(line async for line in events.aiter_lines() if line.startswith("data:"))
+    assert list(json.loads(view.removeprefix("data:"))["view"]["requests"]) == [request_id]
 
 
 async def test_doctor_reports_parts_that_do_not_answer_as_findings(

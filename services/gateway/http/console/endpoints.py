@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
-from http.cookies import CookieError, SimpleCookie
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -165,13 +164,21 @@ class Console:
 
     async def _key_hash(self, headers: Headers) -> str:
         """Return the digest of the session's key; empty without a valid session."""
-        try:
-            morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-        except CookieError:
-            return ""
-        if morsel is None or not morsel.value:
-            return ""
-        return verify_session(await self._secret.read(), morsel.value, time.time()) or ""
+        for value in _read_cookies(headers.get("cookie", "")):
+            if (key_hash := verify_session(await self._secret.read(), value, time.time())) is not None:
+                return key_hash
+        return ""
+
+
+def _read_cookies(header: str) -> Iterator[str]:
+    """Yield the values of this console's cookies.
+
+    Cookies of other programs on this host may have any form: `http.cookies` reads none after them.
+    """
+    for part in header.split(";"):
+        name, _, value = part.strip().partition("=")
+        if name == COOKIE and value:
+            yield value
 
 
 def _check_same_origin(headers: Headers) -> None:

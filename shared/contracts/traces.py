@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from shared.contracts.base import Frozen, Message
 from shared.contracts.phases import Phase, PhaseSpan
@@ -85,6 +85,14 @@ class RequestTrace(Message):
         for segment in self.critical_path:
             found[segment.phase] = found.get(segment.phase, 0.0) + segment.duration_ms
         return found
+
+
+def parse_trace(data: bytes | None) -> RequestTrace | None:
+    """Return the trace of a record; None if a newer version wrote it in a form not known here."""
+    try:
+        return RequestTrace.model_validate_json(data or b"null")
+    except ValidationError:
+        return None
 
 
 class TracePage(Frozen):

@@ -240,6 +240,8 @@ async def test_stored_traces_are_paginated(gateway: Served, node: FakeNode) -> N
         found += [t.request_id for t in page.traces]
         begin = page.next
     assert [r for r in found if r in asked] == asked
+    for route, limit in (("traces", "0"), ("traces", "²"), ("migrations", "²"), ("migrations", "9" * 5_000)):
+        assert (await gateway.http.get(f"/admin/v1/{route}", params={"limit": limit})).status_code == 400
     refused = await gateway.http.get("/admin/v1/traces", params={"limit": "0"})
     assert refused.status_code == 400
     assert "limit" in refused.json()["error"]["message"]

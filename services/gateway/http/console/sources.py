@@ -15,7 +15,7 @@ from services.gateway.loop import Gateway
 from shared.contracts import subjects
 from shared.contracts.active_requests import RequestsViewed, ViewRequests
 from shared.contracts.admin import ClusterView, ViewCluster
-from shared.contracts.traces import RequestTrace
+from shared.contracts.traces import RequestTrace, parse_trace
 from shared.errors import Unavailable, Unreachable
 from shared.messaging.replies import decode_reply
 
@@ -72,7 +72,8 @@ class RequestSource:
             self._next = max(self._next, state.last_seq - _MAX_READ + 1, 1)
             while self._next <= state.last_seq:
                 message = await js.get_msg(subjects.TRACE_STREAM, seq=self._next, subject=_EVERY, next=True)
-                self._traces.append(RequestTrace.model_validate_json(message.data or b"null"))
+                if (trace := parse_trace(message.data)) is not None:
+                    self._traces.append(trace)
                 self._next = (message.seq or self._next) + 1
         except NotFoundError:
             pass  # no trace yet, or none after the last one

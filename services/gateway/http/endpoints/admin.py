@@ -46,7 +46,7 @@ from shared.contracts.base import Request as MeshRequest
 from shared.contracts.keys import ApiKey, ChangeKey, KeyList, KeyLog, NewKey, RotateKey
 from shared.contracts.latencies import HISTORY_MINUTES, ViewLatencies
 from shared.contracts.models import ModelSpec, code_fields
-from shared.contracts.traces import RequestTrace, TracePage
+from shared.contracts.traces import RequestTrace, TracePage, parse_trace
 from shared.contracts.usage import UsageViewed, ViewUsage
 from shared.errors import InvalidRequest, NotFound, PermissionDenied, ShuttingDown, Unavailable, Unreachable
 
@@ -239,10 +239,8 @@ class Admin:
 
     async def migrations(self, request: Request) -> Response:
         """List migrations, the latest first; `?limit=` at most."""
-        limit = request.query_params.get("limit", "50")
-        if not limit.isdigit() or not 0 < int(limit) <= 1000:
-            raise InvalidRequest("'limit' must be a number from 1 to 1000", param="limit")
-        view = ViewMigrations(migration_id=request.path_params.get("migration_id"), limit=int(limit))
+        limit = read_integer(request, "limit", 50, maximum=1000)
+        view = ViewMigrations(migration_id=request.path_params.get("migration_id"), limit=limit)
         return await self._request_scheduler(view, MigrationsViewed)
 
     async def usage(self, request: Request) -> Response:
@@ -284,16 +282,20 @@ class Admin:
         return await self._trace(f"{subjects.PREFIX}.traces.request.*", "No request has been traced yet")
 
     async def traces(self, request: Request) -> Response:
-        """List stored traces, the oldest first; `?from=SEQUENCE&limit=N` selects a page."""
+        """List stored traces, the oldest first; `?from=SEQUENCE&limit=N` selects a page.
+
+        Traces that a newer version wrote may be missing in a page.
+        """
         begin = read_integer(request, "from", 1, maximum=2**62)
         limit = read_integer(request, "limit", 200, maximum=_MAX_PAGE_TRACES)
         js = self._gateway.mesh.nc.jetstream(timeout=5)
         found: list[RequestTrace] = []
         every = f"{subjects.PREFIX}.traces.request.*"
         try:
-            while len(found) < limit:
+            for _ in range(limit):
                 message = await js.get_msg(subjects.TRACE_STREAM, seq=begin, subject=every, next=True)
-                found.append(RequestTrace.model_validate_json(message.data or b"null"))
+                if (trace := parse_trace(message.data)) is not None:
+                    found.append(trace)
                 begin = (message.seq or begin) + 1
         except NotFoundError:
             return json_response(TracePage(traces=tuple(found)).model_dump(mode="json"))

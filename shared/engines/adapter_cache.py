@@ -187,8 +187,8 @@ class AdapterCache(Generic[T]):
             while self._used + size > self._room.budget:
                 self._freed.clear()
                 idle = min((e for e in self._entries.values() if e.idle), key=lambda e: e.used_at, default=None)
-                if idle is not None:  # 2
-                    await self._evict(idle)
+                if idle is not None:  # 2; to its end, also if the request ends meanwhile
+                    await asyncio.shield(self._spawn(self._evict(idle), f"drop {idle.card.name}"))
                 else:  # 3
                     await self._freed.wait()
         finally:

@@ -45,6 +45,7 @@ class FakeSource:
         self.dropped = asyncio.Event()
         self.blocks: list[int] = []
         self.hold: asyncio.Event | None = None
+        self.hold_drop: asyncio.Event | None = None
         self.error: Exception | None = None
 
     async def load(self, card: ModelCard, number: int) -> LoraAdapter:
@@ -57,6 +58,8 @@ class FakeSource:
 
     async def drop(self, adapter: LoraAdapter, number: int) -> None:
         self.events.append(f"drop {adapter.name}")
+        if self.hold_drop is not None:
+            await self.hold_drop.wait()
         self.dropped.set()
 
 
@@ -94,6 +97,23 @@ async def test_least_recently_used_adapter_is_evicted_and_kv_blocks_follow() -> 
     await store.acquire(card("c"))
     assert source.events == ["load a", "load b", "drop b", "load c"]
     assert source.blocks == [96, 92, 96, 92]
+
+
+async def test_eviction_ends_although_its_request_is_cancelled() -> None:
+    """Else the room of the evicted adapter would count as used for ever."""
+    source = FakeSource()
+    store = made(source, budget=40)
+    await store.acquire(card("a"))
+    store.release("a")
+    source.hold_drop = asyncio.Event()
+    asking = asyncio.create_task(store.acquire(card("b")))
+    await settle()
+    asking.cancel()
+    await settle()
+    source.hold_drop.set()
+    async with asyncio.timeout(10):
+        await store.acquire(card("c"))
+    assert source.events == ["load a", "drop a", "load c"]
 
 
 async def test_adapter_waits_for_adapters_in_use_and_is_served_in_turn() -> None:

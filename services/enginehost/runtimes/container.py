@@ -123,18 +123,20 @@ class EngineContainer:
             returncode = None
             if self._pid:
                 await process_end(self._pid)
-        with contextlib.suppress(TimeoutError):
-            # The end of the log arrives on a separate connection.
-            await asyncio.wait_for(asyncio.shield(self._following), _LOG_WITHIN_S)
+        # The end of the log arrives on a separate connection.
+        await asyncio.wait((self._following,), timeout=_LOG_WITHIN_S)
         if not self._ended.done():
             # As in a shell, a signal is reported as 128 plus its number.
             self._ended.set_result(EngineExit(128 - returncode if returncode and returncode > 128 else returncode, oom))
 
     async def _follow(self) -> None:
-        with contextlib.suppress(HttpError), self._log_path.open("ab", buffering=0) as file:
-            async for words in self._docker.logs(self.container):
-                self._log_bytes += len(words)
-                file.write(words)
+        try:
+            with self._log_path.open("ab", buffering=0) as file:
+                async for words in self._docker.logs(self.container):
+                    self._log_bytes += len(words)
+                    file.write(words)
+        except (HttpError, ThawError, OSError) as e:
+            log.warning("failed to copy a container's log", extra={"container": self.container, "error": str(e)})
 
 
 async def start_container(

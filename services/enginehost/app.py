@@ -267,6 +267,10 @@ class Host(InstanceProcess):
             if self._sleep_level == 0 and level:
                 await self._resume_serving()
             raise
+        except asyncio.CancelledError:  # the deadline: the engine may fall asleep later, and is to be woken
+            self._sleep_level = max(self._sleep_level, level)
+            self._reporter.enter("asleep")
+            raise
         self._sleep_level = level
         self._reporter.enter("asleep")
         return EngineAsleep(level=level, took_ms=(time.monotonic() - began) * 1e3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.nodeagent.devices.port import DeviceInfo
@@ -17,9 +18,10 @@ from services.nodeagent.suspend.port import Target
 from services.nodeagent.suspend.sleep import EngineSleep
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
-from shared.errors import CannotSuspend, EngineFailed
+from shared.errors import CannotSuspend, DeadlineExceeded, EngineFailed
 from tests.integration.enginehost.test_drivers import card_of
 from tests.support.hosted import MIB, Hosts, fake_program
+from tests.support.stopping import stop
 
 BALLAST_MIB = 200
 
@@ -88,6 +90,17 @@ async def test_memory_is_freed_and_restored_and_the_output_is_the_same(hosts: Ho
         2: ["/sleep?level=2", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"],
     }
     assert await found.calls() == asked[level]
+
+
+async def test_engine_that_falls_asleep_after_the_deadline_is_woken(hosts: Hosts, tmp_path: Path) -> None:
+    found = await engine(hosts, tmp_path, 1)
+    stop(found.target.pids[0])
+    with pytest.raises(DeadlineExceeded):
+        await hosts.mesh.request(found.control, SleepEngine(level=1, deadline_ms=300), EngineAsleep)
+    psutil.Process(found.target.pids[0]).resume()
+    assert (await found.wake()).same
+    assert await found.calls() == ["/sleep?level=1", "/wake_up"]
+    assert (await hosts.whole(found.instance_id, "chat", messages=[])).status == 200
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -132,7 +132,8 @@ def on_report(transition: Transition, report: EngineReport) -> None:
     """Handle an engine's report.
 
     0. A later stage of a known instance: its error is the instance's.
-    1. Unknown instance: an unowned engine is asked to drain.
+    1. Unknown instance, or a process that its launcher started after the start had failed: an
+       unowned engine is asked to drain.
     2. Before the launcher's answer: requested again afterwards.
     3. Exited, or another process: ignored.
     4. Stored; then by state.
@@ -143,7 +144,7 @@ def on_report(transition: Transition, report: EngineReport) -> None:
         if report.state == "failed" and whole.process is Process.ALIVE and whole.state is not InstanceState.FAILED:
             fail(transition, whole, report.error or EngineFailed("A stage failed without a reason").body())
         return
-    if instance is None:  # 1
+    if instance is None or _is_late(instance, report):  # 1
         transition.emit(RequestDrain(report.instance_id, only_if_idle=False, reason="unknown to its nodeagent"))
         return
     if instance.process is Process.FORKING:  # 2
@@ -202,6 +203,11 @@ def on_report(transition: Transition, report: EngineReport) -> None:
             transition.change(instance)
         case _:
             transition.emit(Publish(urgent=False))
+
+
+def _is_late(instance: Instance, report: EngineReport) -> bool:
+    """True if the start has failed, and its process runs nevertheless."""
+    return instance.process is Process.GONE and instance.pid != report.pid and report.state not in ("stopped", "failed")
 
 
 def on_loader(transition: Transition, event: LoaderReported) -> None:

@@ -269,6 +269,17 @@ def test_an_unowned_engine_is_drained() -> None:
     assert [type(f) for f in World().hear(e.EngineReported(report("stray")))] == [e.RequestDrain]
 
 
+def test_engine_that_is_forked_after_its_start_has_failed_is_drained() -> None:
+    """Its launcher was stopped for so long that it did not answer."""
+    world = World()
+    world.hear(e.StartCommand(start(), 1))
+    world.hear(e.ForkFailed("i", ERROR))
+    assert [type(f) for f in world.hear(e.EngineReported(report(state="loading", pid=9)))] == [e.RequestDrain]
+    world.hear(e.DrainAnswered("i", False))
+    assert world.hear(e.EngineReported(report(state="stopped", pid=9))) == ()
+    assert state(world) is InstanceState.FAILED
+
+
 def test_adopted_instance_is_reported_immediately_and_fails_on_silence() -> None:
     old, new = World(), World()
     ready(old)

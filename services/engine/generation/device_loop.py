@@ -70,8 +70,8 @@ class DeviceLoop:
         def job() -> None:
             if not done.set_running_or_notify_cancel():
                 return
-            self._on_step(name)
             try:
+                self._on_step(name)
                 done.set_result(work())
             except BaseException as e:  # a thread boundary: the caller gets it
                 done.set_exception(e)
@@ -105,8 +105,13 @@ class DeviceLoop:
             torch.set_num_threads(self._threads)
         wait_s: float | None = None
         while not self._is_stopped:
-            self._take_jobs(wait_s)
-            wait_s = self._compute()
+            try:
+                self._take_jobs(wait_s)
+                wait_s = self._compute()
+            except Exception as e:  # without the thread all requests of the process would wait for ever
+                log.exception("the computing thread failed")
+                self._fail_all(e)
+                wait_s = None
 
     def _take_jobs(self, wait_s: float | None) -> None:
         """Run the queued jobs. Wait for one for up to `wait_s` seconds; None: without limit."""
@@ -155,8 +160,8 @@ class DeviceLoop:
     def _step(self, name: str, *, is_contended: bool = False, computes: bool = True) -> bool:
         """Run a step of one lane, and return whether the lane continues."""
         batcher, ended = self._batchers[name]
-        self._on_step(name)
         try:
+            self._on_step(name)
             if batcher.step(is_contended=is_contended, computes=computes):
                 return True
         except Exception as e:  # a process boundary: only this model fails
@@ -167,6 +172,12 @@ class DeviceLoop:
         self._remove(name)
         ended.set_result(None)
         return False
+
+    def _fail_all(self, error: Exception) -> None:
+        """End all batchers, whose engines end with the error."""
+        for name, (_, ended) in list(self._batchers.items()):
+            self._remove(name)
+            ended.set_exception(error)
 
     def _add(self, name: str, batcher: Steps, ended: Future[None]) -> None:
         if ended.set_running_or_notify_cancel():

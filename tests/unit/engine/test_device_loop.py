@@ -87,6 +87,23 @@ def test_single_token_of_one_model_runs_during_a_long_batch_of_another(device: D
     assert not journal[-1][1], "the other did not wait for anybody at the end"
 
 
+def test_error_outside_of_a_step_ends_the_models_and_not_the_thread(device: DeviceLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, later = ScriptedBatcher([], "broken", 1), ScriptedBatcher([], "later", 1)
+
+    def fail(now: float) -> float:
+        raise KeyError("flow")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(broken, "next_step_at", fail)
+        with pytest.raises(KeyError):
+            serve(device, broken).result(WITHIN_S)
+    ended = serve(device, later)
+    while later.left:
+        device.submit("test", lambda: None).result(WITHIN_S)
+    later.stop()
+    ended.result(WITHIN_S)
+
+
 def test_models_compute_in_the_order_of_their_objectives(device: DeviceLoop) -> None:
     """Alpha is at its first value: the model that needs most has low priority."""
     journal: list[tuple[str, bool]] = []

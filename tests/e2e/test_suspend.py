@@ -15,15 +15,19 @@ import pytest
 
 from shared.ports import free_port
 from tests.support.launcher import Thaw, until
+from tests.support.paced_zygote import with_slow_starts
 from tests.support.paging import skip_unless_able
 from tests.support.prometheus import SUSPENSION_PANELS, Prometheus, needs_prometheus
 from thaw.demo.models import make_demo_model
+
+START_S = 3.0
+"""More than a resume takes on a busy machine: one that resumes no faster is stopped instead."""
 
 
 @contextlib.contextmanager
 def home_with_a_model(options: str) -> Iterator[Thaw]:
     skip_unless_able()
-    thaw = Thaw(THAW_SUSPEND="auto", THAW_SCHEDULER_METRICS_PORT=str(free_port()))
+    thaw = Thaw(THAW_SUSPEND="auto", THAW_SCHEDULER_METRICS_PORT=str(free_port()), **with_slow_starts(START_S))
     try:
         model = make_demo_model(thaw.home / "models" / "m", "60m")
         (thaw.home / "thaw.yaml").write_text(
@@ -76,14 +80,10 @@ def test_slept_model_wakes_with_the_same_process_and_output(mesh: Thaw) -> None:
 @needs_prometheus
 def test_dashboard_shows_suspensions_and_resumptions(mesh: Thaw, tmp_path: Path) -> None:
     text(mesh)
-    # By instance: one that would resume no faster than it starts is stopped instead.
-    resumes: dict[str, int] = {}
     with contextlib.closing(Prometheus(tmp_path, mesh)) as prometheus:
 
         def suspend_and_resume() -> None:
             text(mesh)
-            for instance in (i for n in mesh.cluster()["nodes"] for i in n["instances"]):
-                resumes[instance["instance_id"]] = instance["suspension"]["resumes"]
             mesh.json("sleep", "m")
 
         assert len(SUSPENSION_PANELS) == 3
@@ -91,11 +91,10 @@ def test_dashboard_shows_suspensions_and_resumptions(mesh: Thaw, tmp_path: Path)
         counted = {kind: prometheus.query(f"sum(thaw_{kind}_seconds_count)")[0]["value"][1] for kind in ("suspend", "resume")}
         (instance,) = (i for n in mesh.cluster()["nodes"] for i in n["instances"])
         suspension = instance["suspension"]
-        resumes[instance["instance_id"]] = suspension["resumes"]
         in_swap = f'thaw_suspended_bytes{{thaw_place="swap"}} == {suspension["swap_bytes"]}'
         until(lambda: bool(prometheus.query(in_swap)), what=f"Prometheus has the {suspension['swap_bytes']} bytes in swap")
         assert 0 <= int(counted["suspend"]) - int(counted["resume"]) <= 1
-        assert sum(resumes.values()) >= int(counted["resume"]) > 0
+        assert suspension["resumes"] >= int(counted["resume"]) > 0
 
 
 def test_parked_models_are_suspended_before_their_first_request() -> None:

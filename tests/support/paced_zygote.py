@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-_STEP, _FILE = "THAW_TEST_STEP_S", "THAW_TEST_STEP_FILE"
-"""Environment of engines: seconds before each step, or a file that has them."""
+_STEP, _FILE, _START = "THAW_TEST_STEP_S", "THAW_TEST_STEP_FILE", "THAW_TEST_START_S"
+"""Environment of engines: seconds before each step, or a file that has them; seconds of a start."""
 MODULE: Final = "tests.support.paced_zygote"
 SLOW_STEP_S: Final = 0.1
 
@@ -27,6 +27,15 @@ def slowed_by(step_s: float) -> dict[str, str]:
     """Return the environment of a mesh whose engines wait for `step_s` seconds before each step."""
     # The last round of a migration takes a step or two, which pause the stream.
     return {"THAW_ZYGOTE_MODULE": MODULE, _STEP: str(step_s), "THAW_MIGRATE_PAUSE": str(max(0.1, 10 * step_s))}
+
+
+def with_slow_starts(start_s: float) -> dict[str, str]:
+    """Return the environment of a mesh whose engines take `start_s` seconds longer to start.
+
+    A small model starts in about the time in which it resumes; the mesh uses what is faster, and
+    stops an instance that resumes no faster.
+    """
+    return {"THAW_ZYGOTE_MODULE": MODULE, _START: str(start_s)}
 
 
 class Pace:
@@ -73,13 +82,24 @@ def _paced(forward: Callable[..., Any]) -> Callable[..., Any]:
     return after_a_wait
 
 
+def _after_a_wait(read: Callable[..., Any], start_s: float) -> Callable[..., Any]:
+    def after_a_wait(*args: Any) -> Any:
+        time.sleep(start_s)
+        return read(*args)
+
+    return after_a_wait
+
+
 def main() -> int:
-    from services.engine import zygote
+    from services.engine import app, zygote
     from services.engine.generation.runner import PackedRunner
     from services.engine.stages.first_stage import FirstStageRunner
 
     PackedRunner.forward = _paced(PackedRunner.forward)  # type: ignore[method-assign]
     FirstStageRunner.forward = _paced(FirstStageRunner.forward)  # type: ignore[method-assign]
+    if start_s := os.environ.get(_START):
+        # Phase `init`, of which the scheduler takes a sample of 2 s at most.
+        vars(app)["read_files"] = _after_a_wait(vars(app)["read_files"], float(start_s))
     return zygote.main()
 
 

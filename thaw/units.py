@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -18,9 +19,12 @@ def parse_duration(text: str) -> float:
     if not _DURATION.fullmatch(text):
         raise ValueError(f"{text!r} is not {DURATION_HINT}")
     try:
-        return sum(float(number) * _SECONDS[unit.lower()] for number, unit in _PART.findall(text))
+        seconds = sum(float(number) * _SECONDS[unit.lower()] for number, unit in _PART.findall(text))
     except KeyError as e:
         raise ValueError(f"unknown unit {e.args[0]!r}; units are {', '.join(_SECONDS)}") from None
+    if not math.isfinite(seconds):
+        raise ValueError(f"{text[:40]}… is not a finite duration")
+    return seconds
 
 
 def parse_size(text: str) -> int:
@@ -36,7 +40,9 @@ def parse_size(text: str) -> int:
     factor = _BYTES.get(unit) or _BYTES.get(f"{unit}ib") or _BYTES.get(unit.removesuffix("i") + "ib")
     if factor is None:
         raise ValueError(f"unknown unit {unit!r}; units are KiB, MiB, GiB, TiB, KB, MB, GB, TB")
-    return int(float(number) * factor)
+    if not math.isfinite(nbytes := float(number) * factor):
+        raise ValueError(f"{text[:40]}… is not a finite size")
+    return int(nbytes)
 
 
 def format_size(value: float) -> str:

@@ -138,7 +138,16 @@ def _run_ps(arguments: list[str]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run `thaw`; returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        status = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()  # Python's own flush at the end would report a broken pipe
+    except BrokenPipeError:  # whatever read the output has left; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _run(arguments: list[str]) -> int:
     as_json = _asks_json(arguments)
     try:
         if arguments in (["ps"], ["ps", "--json"]):
@@ -152,9 +161,6 @@ def main(arguments: list[str] | None = None) -> int:
         return e.exit_code
     except typer.Abort:
         return 130
-    except BrokenPipeError:  # whatever read the output has left; what is still buffered goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except Exception as e:
         format_message, code = getattr(e, "format_message", None), getattr(e, "exit_code", None)
         if not as_json or format_message is None or not isinstance(code, int):

@@ -78,7 +78,7 @@ class Gateway:
         """The gateway that THAW_URL names, or that of the mesh under THAW_HOME."""
         key = os.environ.get("THAW_ADMIN_KEY") or _secret("thaw_admin_key")
         if url := os.environ.get("THAW_URL"):
-            if not url.startswith(("http://", "https://")):
+            if not _is_address(url):
                 raise CommandError(f"THAW_URL is {url!r}.", "Set it to http://HOST:PORT of a gateway.", code="bad_setting")
             return cls(url, key, os.environ.get("THAW_API_KEY"))
         local = cls.from_home(home or Home.from_environment())
@@ -190,6 +190,15 @@ class Gateway:
             "`thaw up` starts the mesh; `thaw logs gateway` says why if it does run; THAW_URL names another one.",
             code="no_gateway",
         )
+
+
+def _is_address(url: str) -> bool:
+    """True for http:// or https://, a host, and a port if there is one."""
+    try:
+        parts = urlsplit(url)
+        return url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _context(*, check: bool) -> ssl.SSLContext:

@@ -125,6 +125,8 @@ def add(
             | _shares(priority, weight)
         )
     except ValidationError as e:
+        if all(fault["loc"] != ("name",) for fault in e.errors()):
+            raise
         raise CommandError(
             f"{name!r} cannot be the name of a key.", "Letters, digits and . _ @ - , at most 100, a letter or digit first."
         ) from e
@@ -324,9 +326,10 @@ def _shares(priority: int | None, weight: float | None) -> dict[str, object]:
 def _amount(text: str, option: str) -> Decimal:
     try:
         amount = Decimal(text)
-    except InvalidOperation:
-        amount = Decimal(-1)
-    if not amount.is_finite() or amount < 0 or amount != round(amount, 6):
+        is_amount = amount.is_finite() and amount >= 0 and amount == round(amount, 6)
+    except InvalidOperation:  # no number, or too large to be rounded
+        is_amount = False
+    if not is_amount:
         raise CommandError(f"{option} {text!r} is no amount of money.", "Give a number with at most six decimals, e.g. 25 or 0.50.")
     return amount
 
@@ -371,7 +374,10 @@ def _or_dash(value: float | None) -> str:
 
 
 def _time(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+    except (OSError, OverflowError, ValueError):  # beyond what the C library knows
+        return "in a distant future"
 
 
 def _has_inference_key(keys: KeyList) -> bool:

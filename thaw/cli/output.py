@@ -76,6 +76,11 @@ def verb(function: Callable[P, Document | None]) -> Callable[P, None]:
         except CommandError as e:
             show_error(e, as_json)
             raise typer.Exit(1) from e
+        except ValueError as e:
+            if (error := _describe_invalid(e)) is None:
+                raise
+            show_error(error, as_json)
+            raise typer.Exit(1) from e
         except KeyboardInterrupt:
             show_error(CommandError("Interrupted.", code="interrupted"), as_json)
             raise typer.Exit(130) from None
@@ -87,6 +92,18 @@ def verb(function: Callable[P, Document | None]) -> Callable[P, None]:
 
     run.__doc__ = help_of(inspect.getdoc(function) or "")
     return run
+
+
+def _describe_invalid(error: ValueError) -> CommandError | None:
+    """Return the error for values that a message does not accept; None: it is another one.
+
+    pydantic's class is not compared: importing it takes longer than most commands.
+    """
+    list_faults = getattr(error, "errors", None)
+    if list_faults is None:
+        return None
+    faults = "; ".join(f"{'.'.join(map(str, f['loc'])) or getattr(error, 'title', '')}: {f['msg']}" for f in list_faults())
+    return CommandError(f"A value is not valid: {faults}.", "--help shows the values that are allowed.", code="invalid_request")
 
 
 def help_of(docstring: str) -> str:

@@ -1,0 +1,98 @@
+"""Wrong input gives an error with a remedy, as JSON if asked for, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from shared.contracts.keys import ApiKey, KeyList
+from thaw.cli.api import Api
+from thaw.cli.app import main
+from thaw.units import parse_duration, parse_size
+
+LARGE = "9" * 400
+
+
+@pytest.fixture(autouse=True)
+def without_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THAW_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("THAW_HOME", str(tmp_path))
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that fails, and return its error's message."""
+    assert main([*arguments, "--json"]) in (1, 2)
+    message: str = json.loads(capsys.readouterr().out)["error"]["message"]
+    return message
+
+
+@pytest.mark.parametrize(
+    ("named", "arguments"),
+    [
+        ("--budget-day-money", ("keys", "change", "alice", "--budget-day-money", "1e30")),
+        ("overlap_s", ("keys", "rotate", "alice", "--overlap", "60d")),
+        ("expires", ("keys", "change", "alice", "--expires", "1900-01-01")),
+        ("expires", ("keys", "add", "alice", "--expires", "1900-01-01")),
+        ("--expires", ("keys", "change", "alice", "--expires", f"{LARGE}d")),
+        ("models", ("keys", "change", "alice", *(["--models", "x"] * 300))),
+        ("'a b'", ("keys", "add", "a b")),
+        ("--since", ("usage", "--since", f"{LARGE}d")),
+        ("--memory", ("models", "add", "x", "hf://a/b", "--memory", f"{LARGE}GB")),
+        ("--what-if", ("explain", "m", "--what-if", f"budget=n/cuda:0:{LARGE}GB")),
+        ("node", ("pull", "m", "--node", "")),
+    ],
+)
+def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str], named: str, arguments: tuple[str, ...]) -> None:
+    assert named in error_of(capsys, *arguments)
+
+
+@pytest.mark.parametrize("url", ["http://[bad", "http://host:abc", "http://host:99999"])
+@pytest.mark.parametrize("arguments", [("ps",), ("batches", "list"), ("chat", "m", "hi"), ("models", "list")])
+def test_a_wrong_address_of_the_gateway_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, url: str, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("THAW_URL", url)
+    assert "THAW_URL" in error_of(capsys, *arguments)
+
+
+@pytest.mark.parametrize("parse", [parse_duration, parse_size])
+def test_numbers_without_end_are_no_amounts(parse: object) -> None:
+    assert callable(parse)
+    with pytest.raises(ValueError, match="is not"):
+        parse(f"{LARGE}.0{'d' if parse is parse_duration else 'GB'}")
+
+
+def test_a_key_that_expires_in_a_distant_future_is_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = ApiKey(name="alice", created=int(time.time()), expires=10**18, money_per_day=Decimal(1))
+    listed = KeyList(keys=(key,)).model_dump(mode="json")
+    monkeypatch.setattr(Api, "request", lambda *_, **__: listed)
+    assert main(["keys", "list"]) == 0
+    assert "alice" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [("ps", "--json"), ("models", "list", "--json"), ("service", "show")])
+def test_a_closed_output_gives_no_message_of_python(tmp_path: Path, command: tuple[str, ...]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read(); from thaw.cli.app import main; sys.exit(main())", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stdin.close()  # it begins only now
+    with process.stderr as errors:
+        assert errors.read() == b""
+    assert process.wait(60) == 1

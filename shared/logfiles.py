@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 ASIDE = ".1"
 """Suffix of the one older file that is kept."""
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\\\)|[\x00-\x08\x0b-\x1f\x7f]")
+_CONTROL = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """ANSI sequences and control characters, which a service's libraries write and a terminal would
 obey.
 """

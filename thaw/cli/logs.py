@@ -140,15 +140,15 @@ def _format_line(line: str, name: str) -> Text:
     """A JSON log line for people; any other line as it is."""
     line = strip_control(line)
     entry = _parse_line(line)
-    if not isinstance(entry, dict) or "time" not in entry:
+    if not isinstance(entry, dict) or not isinstance(entry.get("time"), str):  # an engine's may have another form
         return Text(f"{name} {line}" if name else line)
-    level = str(entry.get("level", ""))
-    text = Text.assemble((f"{entry['time'][11:23]} ", "dim"), (f"{name} ", "dim") if name else "")
+    level, at = strip_control(str(entry.get("level", ""))), strip_control(entry["time"][11:23])
+    text = Text.assemble((f"{at} ", "dim"), (f"{name} ", "dim") if name else "")
     text.append(f"{level:7} ", _LEVELS.get(level, ""))
     text.append(strip_control(str(entry.get("message", ""))))
     extras = strip_control(" ".join(f"{k}={v}" for k, v in entry.items() if k not in _SHOWN and v is not None))
     if extras:
         text.append(f" {extras}", "dim")
     if entry.get("exception"):
-        text.append(f"\n{entry['exception']}", "dim")
+        text.append(strip_control(f"\n{entry['exception']}"), "dim")
     return text

@@ -94,3 +94,16 @@ def test_fields_without_a_value_are_not_shown() -> None:
         '{"time": "2026-01-01T00:00:00.000Z", "level": "info", "message": "m", "error": null, "status": 200, "color_message": "m"}'
     )
     assert _format_line(line, "").plain == "00:00:00.000 info    m status=200"
+
+
+def test_control_characters_in_any_field_reach_no_terminal() -> None:
+    hostile = "\x1b]0;title\x07\x1b[31m\x9b31m"
+    entry = {"time": f"2026-11-29T10:00:00.000{hostile}", "level": hostile, "exception": f"first\nsecond {hostile}"}
+    shown = _format_line(json.dumps(entry), "").plain
+    assert not set("\x1b\x07\x9b") & set(shown)
+    assert "first\nsecond" in shown
+
+
+@pytest.mark.parametrize("time", [1764410400.25, None, {"s": 1}])
+def test_lines_of_engines_with_another_form_of_time_are_shown(time: object) -> None:
+    assert "hello" in _format_line(json.dumps({"time": time, "message": "hello"}), "").plain

@@ -42,8 +42,11 @@ class BatchClient:
 
     def create(self, path: Path, endpoint: str, window: str) -> Batch:
         """Upload a file of requests and create its batch."""
-        with path.open("rb") as file:
-            uploaded = self._call("POST", "/v1/files", files={"file": (path.name, file)}, data={"purpose": "batch"})
+        try:
+            with path.open("rb") as file:
+                uploaded = self._call("POST", "/v1/files", files={"file": (path.name, file)}, data={"purpose": "batch"})
+        except OSError as e:
+            raise CommandError(f"{path} cannot be read: {e.strerror}.", "Give a file that you may read.", code="no_file") from e
         asked = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": window}
         try:
             return self._call("POST", "/v1/batches", json=asked)
@@ -84,6 +87,16 @@ class BatchClient:
 
     def download(self, file_id: str, path: Path) -> None:
         """Write the content of a file to `path`, which is complete or unchanged."""
+        try:
+            self._download(file_id, path)
+        except OSError as e:
+            raise CommandError(
+                f"{path} cannot be written: {e.strerror}.",
+                "`thaw batches show BATCH --output FILE` writes it elsewhere.",
+                code="no_output",
+            ) from e
+
+    def _download(self, file_id: str, path: Path) -> None:
         handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
             content = f"/v1/files/{quote(file_id, safe='')}/content"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 from rich.markup import escape
 
 from thaw.cli.output import Document, Json, screen, verb
@@ -54,7 +56,7 @@ def compose_file(
     else:
         available = f"of the {format_size(memory_bytes)} that were available"
         devices.append(f"      {CPU}: {chosen.get(CPU, budget)}            # {available}")
-    entries = [f"  - {{name: {name}, source: {source}}}" for name, source in models.items()]
+    entries = [f"  - {{name: {_as_yaml(name)}, source: {_as_yaml(source)}}}" for name, source in models.items()]
     example = "  # - {name: qwen3, source: hf://Qwen/Qwen3-0.6B}    # or a directory in Hugging Face layout, https://…, s3://…"
     return "\n".join(
         [
@@ -77,6 +79,15 @@ def compose_file(
             "",
         ]
     )
+
+
+def _as_yaml(text: str) -> str:
+    """Return text as a scalar of a mapping in braces, quoted if a character has a meaning there."""
+    try:
+        is_plain = yaml.safe_load(f"{{key: {text}}}") == {"key": text}
+    except yaml.YAMLError:
+        is_plain = False
+    return text if is_plain else json.dumps(text)
 
 
 def _ask_budgets(gpus: tuple[Gpu, ...], memory_bytes: int) -> dict[str, str]:

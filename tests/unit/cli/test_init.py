@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from thaw.cli.app import main
 from thaw.cli.init import compose_file
@@ -29,6 +30,13 @@ def test_the_file_is_valid_and_names_the_devices(tmp_path: Path, gpus: tuple[Gpu
     if not gpus:
         assert file.mesh.nodes["node-0"].devices["cpu:0"] == 7 * GIB
     assert [m.name for m in file.models] == list(models)
+
+
+@pytest.mark.parametrize("source", ["/models/a, b", "/models/{x}", "/models/a #1", "hf://a/b@[x]", '/models/"a"', "/models/a: b"])
+def test_sources_with_characters_of_yaml_are_kept(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "thaw.yaml"
+    path.write_text(compose_file((), 10 * GIB, 9000, {"own": source}))
+    assert yaml.safe_load(path.read_text())["models"] == [{"name": "own", "source": source}]
 
 
 def test_little_memory_is_given_in_mebibytes() -> None:

@@ -46,7 +46,7 @@ def compose_unit(command: list[str], home: Path, *, is_system: bool) -> str:
             "[Service]",
             "Type=exec",
             f"ExecStart={' '.join(map(_quote, command))}",
-            f"Environment={_quote(f'THAW_HOME={home}')}",
+            f"Environment={_quote(f'THAW_HOME={home}', is_command=False)}",
             f"WorkingDirectory={str(home.parent).replace('%', '%%')}",
             "KillMode=mixed",
             f"TimeoutStopSec={_STOP_S}",
@@ -62,9 +62,10 @@ def compose_unit(command: list[str], home: Path, *, is_system: bool) -> str:
     )
 
 
-def _quote(word: str) -> str:
-    """Quote a word of a unit file, in which % and $ have a meaning."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+def _quote(word: str, *, is_command: bool = True) -> str:
+    """Quote a word of a unit file, in which % has a meaning, and $ in commands."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    escaped = escaped.replace("$", "$$") if is_command else escaped
     return f'"{escaped}"' if any(c.isspace() or c in "\"'\\;" for c in word) else escaped
 
 

@@ -131,6 +131,13 @@ def test_remove_without_a_running_systemd_removes_the_files(
     assert [p for p in path.parent.rglob("*") if not p.is_dir()] == []
 
 
+def test_dollar_signs_are_escaped_in_commands_only() -> None:
+    """They have no meaning in Environment= (systemd.exec(5))."""
+    lines = compose_unit(["/a$b/python", "-m", "thaw", "up"], Path("/srv/a$b/state"), is_system=True).splitlines()
+    assert "ExecStart=/a$$b/python -m thaw up" in lines
+    assert "Environment=THAW_HOME=/srv/a$b/state" in lines
+
+
 @needs_systemd
 @pytest.mark.parametrize("is_system", [False, True])
 @pytest.mark.parametrize("name", ["plain", "with space", 'q"uote', "100%", "a$b"])

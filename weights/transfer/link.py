@@ -143,14 +143,21 @@ class Link:
         self._closing = False
 
     def submit(self, transfer: _L) -> _L:
+        """Queue a load. On a closed link it ends as cancelled.
+
+        Raises:
+            RuntimeError: No thread can be started. The load is not queued then.
+        """
         with self._changed:
+            if self._closing:
+                transfer.abandon(Cancelled())
             if transfer.is_exhausted:
                 transfer.on_over()
                 return transfer
-            self._transfers[transfer.number] = transfer
             chunks, nbytes = transfer.list_left()
-            self._line = links.join(self._line, links.Load(transfer.number, chunks, nbytes, transfer.background))
             self._start_threads(chunks)
+            self._transfers[transfer.number] = transfer
+            self._line = links.join(self._line, links.Load(transfer.number, chunks, nbytes, transfer.background))
             self._changed.notify_all()
         return transfer
 
@@ -173,9 +180,9 @@ class Link:
 
     def _start_threads(self, chunks: int) -> None:
         while len(self._threads) < min(self._count, chunks) and not self._closing:
-            name = f"{self.name}-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._work, name=f"{self.name}-{len(self._threads)}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def raise_priority(self, transfer: LinkLoad) -> None:
         """Give the load a request's priority: one waits for it now."""

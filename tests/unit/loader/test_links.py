@@ -188,6 +188,32 @@ def test_closing_a_link_ends_its_loads_and_threads() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("closing-")]
 
 
+def test_load_submitted_to_a_closed_link_is_cancelled() -> None:
+    link = Link("x", 1)
+    link.close()
+    load = link.submit(Transfer(pieces(2), lambda _: None))
+    assert load._over.wait(5)
+    with pytest.raises(Cancelled):
+        load.result()
+
+
+def test_load_of_a_link_without_threads_is_refused_and_not_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller frees the memory after an error."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    link = Link("x", 1)
+    read: list[Piece] = []
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            link.submit(Transfer(pieces(2), read.append))
+    assert link.submit(Transfer(pieces(1), lambda _: None))._over.wait(5), "a later load has a thread"
+    link.close()
+    assert read == []
+
+
 def test_empty_transfer_completes_immediately(tmp_path: Path) -> None:
     link = Link("x", 1)
     link.submit(Transfer([], lambda _: None)).result()

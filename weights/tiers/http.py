@@ -42,11 +42,13 @@ class HttpTier(RemoteTier):
     """
 
     def __init__(self, source: str, backoff: Backoff | None = None) -> None:
-        parts = urlsplit(source)
         try:
+            parts = urlsplit(source)
             host, _ = parts.hostname, parts.port
-        except ValueError:
-            host = None
+        except ValueError as e:  # the address is not repeated: it may have a password
+            raise InvalidModel(
+                "The source is not of the form https://host/path: its host or port is invalid", param="source"
+            ) from e
         if not is_http(source) or not host:
             raise InvalidModel(f"{redact_url(source)} is not of the form https://host/path", param="source")
         self._refusals: list[InvalidModel] = []

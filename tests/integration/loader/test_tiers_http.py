@@ -324,7 +324,7 @@ def test_missing_shard_is_named(server: TierServer) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("source", ["http://", "https:///x", "http://host:port/x"])
+@pytest.mark.parametrize("source", ["http://", "https:///x", "http://host:port/x", "http://[::1/x"])
 def test_invalid_urls_are_refused(source: str) -> None:
     with pytest.raises(InvalidModel, match="https://host/path"):
         HttpTier(source)

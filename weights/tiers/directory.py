@@ -75,7 +75,7 @@ class DirectoryTier:
 
     def files(self) -> Sequence[TierFile]:
         if self._files is None:
-            sizes = {p.relative_to(self._path).as_posix(): p.stat() for p in _regular_files(self._path)}
+            sizes = {p.relative_to(self._path).as_posix(): found for p, found in _regular_files(self._path)}
             names = select(
                 {n: s.st_size for n, s in sizes.items()}, str(self._path), lambda n: read_small(self._path / n, limit_of(n))
             )
@@ -121,12 +121,12 @@ def _fill(fd: int, path: Path, offset: int, into: memoryview, cancelled: threadi
         done += got
 
 
-def _regular_files(directory: Path) -> list[Path]:
-    """Return the regular files, two levels deep."""
+def _regular_files(directory: Path) -> list[tuple[Path, os.stat_result]]:
+    """Return the regular files, two levels deep, with their status."""
     try:
         top = list(directory.iterdir())
         below = [p for d in top if d.is_dir() and not d.name.startswith(".") for p in d.iterdir()]
-        return [p for p in (*top, *below) if p.is_file()]
+        return [(p, p.stat()) for p in (*top, *below) if p.is_file()]
     except OSError as e:
         raise CheckpointInvalid(f"{directory} cannot be listed: {e.strerror}; give the loader's user access") from e
 

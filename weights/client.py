@@ -196,9 +196,15 @@ class LoaderConnection:
     def receive(self) -> SocketReply:
         """Return the loader's next message.
 
-        Raises its error, or `Unreachable` if it went away or was silent for too long.
+        Raises its error, or `Unreachable` if it went away, was silent for too long, or sent a
+        message that is not known here.
         """
-        message = SOCKET_REPLY.validate_json(self._receive_line())
+        try:
+            message = SOCKET_REPLY.validate_json(self._receive_line())
+        except ValidationError as e:
+            raise Unreachable(
+                f"The loader at {self._path} sent a message that is not known here; restart both with one version"
+            ) from e
         if isinstance(message, SocketError):
             raise from_body(message.error)
         return message

@@ -19,7 +19,7 @@ from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.repository import Repository, StaleEpoch
 from services.scheduler.adapters.spending import Spending
-from services.scheduler.domain.admin.commands import check_names, check_sources, needs_inspection
+from services.scheduler.domain.admin.commands import check_names, check_sources, check_unchanged, needs_inspection
 from services.scheduler.domain.effects import ReplyTo
 from services.scheduler.domain.events import (
     AddModelsRequested,
@@ -268,6 +268,7 @@ class Handlers:
         `reread`: read the files of all models; a known model stays as it is while its source is
         unreachable.
         """
+        check_unchanged(self._loop.state, request.before)
         check_names(self._loop.state, request.specs, request.prune)
         check_sources(self._loop.state, request.specs, request.replace)
         infos = {}
@@ -280,7 +281,9 @@ class Handlers:
                     raise
                 log.warning("failed to read a model's files again", extra={"model": spec.name, "error": e.message})
         at = clock.now()
-        return await self._ask(lambda w: AddModelsRequested(at, w, request.specs, infos, request.prune, request.replace))
+        return await self._ask(
+            lambda w: AddModelsRequested(at, w, request.specs, infos, request.prune, request.replace, request.before)
+        )
 
     async def _inspect(self, spec: ModelSpec, deadline_ms: int) -> ModelInfo:
         missing: Exception | None = None

@@ -34,6 +34,9 @@ class AddModels(Request):
     replace: bool = Field(
         default=False, description="Allow another source for a model that is registered; without it the request is a conflict."
     )
+    before: tuple[ModelSpec, ...] = Field(
+        default=(), description="Registered specs that the new ones were made from; others meanwhile are a conflict."
+    )
 
 
 class ModelsAdded(Message):

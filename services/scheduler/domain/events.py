@@ -94,7 +94,8 @@ class AddModelsRequested:
     """Register models.
 
     `infos`: what a loader read of each spec whose source is new or changed, by name. `replace`: a
-    registered model may get another source.
+    registered model may get another source. `before`: registered specs that the new ones were made
+    from.
     """
 
     at: float
@@ -103,6 +104,7 @@ class AddModelsRequested:
     infos: dict[str, ModelInfo]
     prune: bool
     replace: bool = False
+    before: tuple[ModelSpec, ...] = ()
 
 
 @value(frozen=True, slots=True)

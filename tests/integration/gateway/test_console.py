@@ -189,6 +189,7 @@ async def test_settings_are_changed_by_an_admin_key_alone_and_not_over_a_newer_c
     added = scheduler.asked[-1]
     assert isinstance(added, AddModels)
     assert [(spec.name, spec.pin, spec.priority) for spec in added.specs] == [("alpha", True, 2)]
+    assert added.before == (card_of("alpha", priority=2).spec,), "the scheduler refuses it after another change"
 
 
 async def test_doctor_finds_that_no_scheduler_leads(serve: ServeFn, node: FakeNode) -> None:

@@ -126,7 +126,16 @@ def check_sources(state: ClusterState, specs: Iterable[ModelSpec], may_replace: 
             )
 
 
+def check_unchanged(state: ClusterState, before: Iterable[ModelSpec]) -> None:
+    """Raise `Conflict` if a spec that a change was made from is not the registered one any more."""
+    for spec in before:
+        model = state.models.get(spec.name)
+        if model is None or model.card.spec != spec:
+            raise Conflict(f"{spec.name} was changed or removed meanwhile. Show its settings, and change them again")
+
+
 def _add(tx: Transaction, event: AddModelsRequested) -> None:
+    check_unchanged(tx.state, event.before)
     check_names(tx.state, event.specs, event.prune)
     check_sources(tx.state, event.specs, event.replace)
     added: list[str] = []

@@ -193,9 +193,10 @@ class Groups(RuleBasedStateMachine):
             assert group is not None
             assert (group.model, group.leaving) == (f.model, "no")
             assert f.device in state.devices_of(group)
-            assert not [i for i in state.on_device(f.node, f.device_id) if i.model == f.model and i.stages == 1]
+            whole = [i.instance_id for i in state.on_device(f.node, f.device_id) if i.model == f.model and i.stages == 1]
+            assert f.used_by in whole if f.used_by is not None else not whole
         for b in state.bookings.values():
-            there = [f.reserve_bytes for f in state.full_workers.values() if f.device == b.key]
+            there = [f.reserve_bytes for f in state.full_workers.values() if f.device == b.key and f.used_by is None]
             assert b.promised_bytes == sum(there) <= b.claimed_bytes
             assert b.held_bytes - b.leaving_bytes + b.promised_bytes <= b.budget_bytes
 

@@ -1,7 +1,8 @@
 """The promises of full workers (state/full_workers.py), from their decision to their end. Pure.
 
 1. They are made with their group, in the same decision.
-2. The instance that replaces the group on the device uses the promise.
+2. The instance that replaces the group on the device uses the promise. If it ends while the group
+   serves on, because its start has failed, say, the memory is promised again if it is still free.
 3. A promise ends with its group, however that ends; once the group is to stop; when its model
    changes; when its node is cordoned or gone; and when a whole instance of the model is on its
    device. It also ends where the memory of a device turns out to be less than was promised.
@@ -22,6 +23,7 @@ from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.state.full_workers import FullWorker
 from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.values import replace
 from shared.contracts.plans import Candidate
 
 INTERRUPTING = ("preempt", "migrate")
@@ -38,7 +40,7 @@ def use_promise(tx: Transaction, instance: Instance) -> None:
     """Rule 2: the device's promise becomes the memory of the instance that starts there."""
     if tx.state.full_workers and instance.stages == 1:
         for f in _of_model_on(tx, instance.model, tx.state.devices_of(instance)):
-            tx.drop(FullWorker, f.key)
+            tx.put(replace(f, used_by=instance.instance_id))
 
 
 def restore_full_workers(tx: Transaction) -> None:
@@ -53,8 +55,11 @@ def restore_full_workers(tx: Transaction) -> None:
 
 
 def settle_full_workers(tx: Transaction) -> None:
-    """Rule 3, at the end of each decision."""
+    """Rules 2 and 3, at the end of each decision."""
     for f in list(tx.state.full_workers.values()):
+        if f.used_by is not None and f.used_by not in tx.state.instances:
+            f = replace(f, used_by=None)
+            tx.put(f)
         if not _is_kept(tx, f):
             tx.drop(FullWorker, f.key)
 
@@ -64,7 +69,8 @@ def end_unfillable_promises(tx: Transaction, node: str, device: str) -> None:
     for key in tx.state.promised_on.get(device_key(node, device), ()):
         if booking_of(tx.state, node, device).free_soon_bytes >= 0:
             return
-        tx.drop(FullWorker, key)
+        if tx.state.full_workers[key].used_by is None:
+            tx.drop(FullWorker, key)
 
 
 def place_before_promises(tx: Transaction, name: str, place: Callable[[Transaction], Placement]) -> Placement:
@@ -76,7 +82,7 @@ def place_before_promises(tx: Transaction, name: str, place: Callable[[Transacti
         place: Its placement; called again without the promises if it has to wait with them.
     """
     found = place(tx)
-    others = [f for f in tx.state.full_workers.values() if f.model != name]
+    others = [f for f in tx.state.full_workers.values() if f.model != name and f.used_by is None]
     if not others or not _must_wait(found):
         return found
     without = Transaction(tx.state, tx.now, tx.policy)
@@ -122,9 +128,13 @@ def _is_kept(tx: Transaction, f: FullWorker) -> bool:
         and not node.cordoned
         and presence is not None
         and presence.alive
-        and booking_of(tx.state, f.node, f.device_id).free_soon_bytes >= 0
-        and not any(i.stages == 1 and i.model == f.model for i in tx.state.on_device(f.node, f.device_id))
+        and (f.used_by is not None or _has_memory(tx, f))
     )
+
+
+def _has_memory(tx: Transaction, f: FullWorker) -> bool:
+    is_replaced = any(i.stages == 1 and i.model == f.model for i in tx.state.on_device(f.node, f.device_id))
+    return not is_replaced and booking_of(tx.state, f.node, f.device_id).free_soon_bytes >= 0
 
 
 def _of_model_on(tx: Transaction, model: str, devices: list[str]) -> list[FullWorker]:

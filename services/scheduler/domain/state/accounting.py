@@ -107,7 +107,8 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         going -= sharing.drained
         departing -= sharing.departing
         known -= sharing.known
-    promised = sum([state.full_workers[f].reserve_bytes for f in state.promised_on.get(key, ())]) if state.full_workers else 0
+    promises = [state.full_workers[f] for f in state.promised_on.get(key, ())] if state.full_workers else ()
+    promised = sum([f.reserve_bytes for f in promises if f.used_by is None])
     claimed += promised
     presence = state.presence.get(node)
     reported = presence.status if presence else None

@@ -15,7 +15,8 @@ class FullWorker:
     """Memory of a device that is promised to the instance that replaces a group there.
 
     `group`: the first stage of the group. `reserve_bytes`: of the whole instance, in addition to
-    the memory of the stage on the device.
+    the memory of the stage on the device. `used_by`: the instance that has this memory now; None:
+    no instance has it, and it counts as claimed.
     """
 
     group: str
@@ -23,6 +24,7 @@ class FullWorker:
     node: str
     device_id: str
     reserve_bytes: int
+    used_by: str | None = None
 
     @property
     def key(self) -> str:

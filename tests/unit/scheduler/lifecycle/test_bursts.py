@@ -221,4 +221,5 @@ def test_full_workers_of_several_groups() -> None:
     for _ in range(6):
         w.tick(0.5)
     assert len(whole(w, LOADING)) == 2
-    assert not w.state.full_workers, "each instance has used the promise of its group"
+    used = {f.used_by for f in w.state.full_workers.values()}
+    assert used == {r.command.instance_id for r in w.of("m") if r.group is None}, "each instance has used the promise of its group"

@@ -37,7 +37,7 @@ def divided(ms: float = 55.0, *, nodes: int = 2, **options: Any) -> World:
 def promised(w: World) -> dict[str, int]:
     """Return the promised bytes by device."""
     found = {key: b.promised_bytes for key, b in w.state.bookings.items() if b.promised_bytes}
-    assert found == {f.device: f.reserve_bytes for f in w.state.full_workers.values()}
+    assert found == {f.device: f.reserve_bytes for f in w.state.full_workers.values() if f.used_by is None}
     return found
 
 
@@ -242,13 +242,68 @@ def test_new_leader_makes_the_promises_again_from_the_plan() -> None:
     assert {s.node for s in w.state.later_stages.values()} == {"n1"}
 
 
-def test_failed_start_of_the_successor_gives_its_memory_back() -> None:
-    w = divided()
-    serving(w)
+def begin_successor(w: World) -> Running:
+    """Return the instance that replaces the group, while it loads in the promised memory."""
     w.tick(3.0)
-    one = next(r for r in w.of("m", LOADING) if r.group is None)
+    [one] = [r for r in w.of("m", LOADING) if r.group is None]
+    assert one.command.instance_id in w.agents["n0"].instances
+    assert not promised(w)
+    return one
+
+
+def fail(w: World, one: Running) -> None:
     one.state, one.error = InstanceState.FAILED, EngineFailed("it ended").body()
     w.hear()
     w.finish_stops()
+
+
+def test_failed_start_of_the_successor_returns_the_promise_for_the_next_one() -> None:
+    w = divided()
+    serving(w)
+    fill(w)
+    one = begin_successor(w)
+    fail(w, one)
+    assert promised(w) == {"n0/cpu:0": WHOLE}
+    held = sum(booking_of(w.state, n, "cpu:0").held_bytes for n in w.agents)
+    assert held == sum(r.command.reserve_bytes for r in (*w.of("m"), *(r for n in w.agents for r in w.of(f"on-{n}"))))
+    for _ in range(200):
+        w.tick(0.5)
+        if successors := [r for r in w.of("m", LOADING) if r.group is None]:
+            break
+    assert successors, "no other device has room"
+    assert successors[0].command.instance_id in w.agents["n0"].instances
     assert not promised(w)
-    assert sum(booking_of(w.state, n, "cpu:0").held_bytes for n in w.agents) == sum(r.command.reserve_bytes for r in w.of("m"))
+
+
+def test_ready_successor_that_fails_returns_the_promise() -> None:
+    w = divided()
+    serving(w)
+    fill(w)
+    one = begin_successor(w)
+    w.get_ready("m")
+    fail(w, one)
+    assert promised(w) == {"n0/cpu:0": WHOLE}
+
+
+def test_promise_does_not_return_where_a_waiting_model_takes_the_memory() -> None:
+    w = divided()
+    serving(w)
+    fill(w)
+    one = begin_successor(w)
+    w.model("other", weights=140 * MIB, placement={"devices": ["n0/*"]})
+    w.demand("other")
+    assert not w.of("other"), "it waits"
+    fail(w, one)
+    w.tick(0.5)
+    assert w.of("other", LOADING)
+    assert not promised(w)
+
+
+def test_promise_does_not_return_to_a_group_that_leaves() -> None:
+    w = divided()
+    serving(w)
+    fill(w)
+    one = begin_successor(w)
+    w.remove("m")
+    fail(w, one)
+    assert not promised(w)

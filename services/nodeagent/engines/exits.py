@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ from shared.enginelog import log_tail
 from shared.errors import EngineFailed, EngineKilled
 from shared.logfiles import ASIDE, bound_logs, sort_newest_first
 
+log = logging.getLogger(__name__)
 _LOOK_S = 2.0
 _FAULT = b"Fatal Python error: "
 _FAULT_BYTES = 1 << 18
@@ -74,8 +76,11 @@ def prune_logs(directory: Path, keep: int, spared: frozenset[str]) -> None:
     """
     logs = [p for p in directory.glob("*.engine.log") if p.name.removesuffix(".engine.log") not in spared]
     for path in sort_newest_first(logs)[keep:]:
-        path.unlink(missing_ok=True)
-        path.with_name(path.name + ASIDE).unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+            path.with_name(path.name + ASIDE).unlink(missing_ok=True)
+        except OSError as e:
+            log.warning("failed to remove an engine's log", extra={"path": str(path), "error": str(e)})
 
 
 async def keep_logs_bounded(directory: Path, limit_bytes: int) -> None:

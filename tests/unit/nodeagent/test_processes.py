@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -144,6 +145,19 @@ def test_oldest_logs_are_deleted_except_those_in_use(tmp_path: Path) -> None:
         path.with_name(f"{path.name}.1").touch()
     prune_logs(tmp_path, 2, frozenset({"i0"}))
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"i{n}.engine.log{aside}" for n in (0, 4, 5) for aside in ("", ".1")]
+
+
+def test_log_that_cannot_be_removed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(3):
+        (tmp_path / f"i{n}.engine.log").touch()
+
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    with monkeypatch.context() as changed:
+        changed.setattr(Path, "unlink", refuse)
+        prune_logs(tmp_path, 2, frozenset())
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_log_that_links_to_a_removed_one_is_the_oldest(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ class Serving(RequestServer[_Stream]):
 
     def _count_background(self, seconds: float, caused_by: str = "") -> None:
         if seconds > 0:
-            self._background_s[caused_by] = self._background_s.get(caused_by, 0.0) + seconds
+            self._background_s[caused_by] = self._background_s.pop(caused_by, 0.0) + seconds  # the last one now
             self._all_background_s += seconds
         if len(self._background_s) > _CAUSES:
             del self._background_s[next(cause for cause in self._background_s if cause)]

@@ -32,6 +32,17 @@ and who takes its memory; who ends.
 """
 
 
+def test_cause_with_work_is_kept_longer_than_causes_without() -> None:
+    """Else its meter would begin again, and the ledger would miss that work."""
+    costs = StepCosts()
+    for n in range(200):
+        costs.begin(2.0 * n)
+        costs.split(2.0 * n + 1.0, {}, {"at work": 1, f"other {n}": 1})
+        costs.end(2.0 * n + 1.0, has_more=False)
+    assert costs.background_s["at work"] == pytest.approx(100.0)
+    assert len(costs.background_s) <= 65
+
+
 def test_a_step_is_split_by_tokens() -> None:
     costs = StepCosts()
     costs.begin(10.0)

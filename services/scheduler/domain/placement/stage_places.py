@@ -60,10 +60,11 @@ def find_stage_places(tx: Transaction, r: PlacementRequest, part: Forecast) -> l
     """
     found: list[StagePlace] = []
     to_clear: list[tuple[float, float, Booking]] = []
+    refuses = r.refuses
     for node in tx.state.nodes.values():
         for device in node.devices:
             b = tx.state.bookings.get(device_key(node.name, device.device_id))
-            if b is None or b.closed_reason or (r.link is not None and r.link(b)):
+            if b is None or b.closed_reason or (refuses is not None and refuses(b)):
                 continue
             need = needed_bytes(tx.state, b, r.model.card, r.need_bytes)
             if need <= b.free_bytes:  # 1

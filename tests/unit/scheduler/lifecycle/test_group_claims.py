@@ -79,6 +79,21 @@ def test_free_devices_are_taken_before_an_idle_instance_is_evicted() -> None:
     assert not leaving(w)
 
 
+def test_nodes_that_the_models_rules_exclude_hide_no_others() -> None:
+    """Devices to be cleared are examined one by one: only so many of them."""
+    w = World()
+    for n in range(12):
+        w.node(f"n{n:02}", BUDGET)
+        w.agents[f"n{n:02}"].labels = {"zone": "b" if n >= 10 else "a"}
+    for n in range(12):
+        w.model(f"r{n}", placement={"devices": (f"n{n:02}/*",)})
+        w.up(f"r{n}")
+        w.tick(1)
+    add_group(w, "m", placement={"labels": {"zone": "b"}})
+    w.demand("m")
+    assert leaving(w) == {w.of(f"r{n}")[0].command.instance_id for n in (10, 11)}
+
+
 def test_refusing_victim_releases_the_memory_of_all_stages() -> None:
     w = make()
     w.of("b")[0].active = 1  # since its last report

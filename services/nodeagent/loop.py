@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -12,6 +13,10 @@ from services.nodeagent.domain.state import NodeState, deadlines
 
 _IDLE_S = 60.0
 _SHORTEST_S = 0.005
+PAUSED_S = 1.0
+"""An event or a deadline this late shows that the process was paused, or starved of CPU time."""
+_SETTLED_S = 1.0
+"""Time in which the messages of a pause arrive."""
 
 
 class Loop:
@@ -27,6 +32,8 @@ class Loop:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._ticked = False
+        self._backlog = 0
+        """Events of a pause of the process: they are handled before the next Tick."""
 
     def post(self, event: Event) -> None:
         self._events.put_nowait(event)
@@ -62,17 +69,32 @@ class Loop:
     async def _wait_for_event(self) -> Event:
         """The next event, or a `Tick` when a deadline has passed.
 
-        Both alternate if both are due, so that neither starves.
+        Both alternate if both are due, so that neither starves. If the process did not run for a
+        while, the events that have arrived are handled first: an engine that has reported is not
+        silent.
         """
-        wait = min((d - time.monotonic() for d in deadlines(self.state)), default=_IDLE_S)
-        if not self._events.empty() and (wait > 0 or self._ticked):
-            self._ticked = False
-            return self._events.get_nowait()
-        if not self._events.empty():
-            self._ticked = True
-            return Tick()
-        try:
-            async with asyncio.timeout(max(_SHORTEST_S, min(wait, _IDLE_S))):
-                return await self._events.get()
-        except TimeoutError:
-            return Tick()
+        while True:
+            wait = min((d - time.monotonic() for d in deadlines(self.state)), default=_IDLE_S)
+            self._backlog = min(self._backlog, self._events.qsize())
+            if not self._events.empty() and (wait > 0 or self._ticked or self._backlog):
+                self._ticked, self._backlog = False, max(0, self._backlog - 1)
+                return self._events.get_nowait()
+            if not self._events.empty():
+                self._ticked = True
+                return Tick()
+            event, is_late = await self._wait_within(max(_SHORTEST_S, min(wait, _IDLE_S)))
+            if is_late:
+                await asyncio.sleep(_SETTLED_S)
+                self._backlog = self._events.qsize()
+            if event is not None:
+                return event
+            if not is_late:
+                return Tick()
+
+    async def _wait_within(self, seconds: float) -> tuple[Event | None, bool]:
+        """Wait for an event, and return whether the wait was much longer."""
+        began, event = time.monotonic(), None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                event = await self._events.get()
+        return event, time.monotonic() - began > seconds + PAUSED_S

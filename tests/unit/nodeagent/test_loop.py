@@ -6,7 +6,8 @@ import asyncio
 import time
 
 from services.nodeagent.domain import events as e
-from services.nodeagent.loop import Loop
+from services.nodeagent.domain.state import Policy
+from services.nodeagent.loop import PAUSED_S, Loop
 from shared.contracts.node import InstanceState
 from tests.unit.nodeagent.world import ERROR, World, report
 
@@ -46,3 +47,26 @@ async def test_adoption_is_over_though_ended_instances_are_forgotten_meanwhile()
     await loop.wait_until_idle()
     deciding.cancel()
     assert set(loop.state.instances) == {"running"}
+
+
+async def test_reports_of_a_pause_are_handled_before_engines_count_as_silent() -> None:
+    """The agent did not run for a while; the reports of its engines wait in its connection."""
+    world = World(policy=Policy(adopt_s=1.0))
+    engines = ("a", "b", "c")
+    adopted = [world.ready(name, pid, reserve=20) for pid, name in enumerate(engines, 7)]
+    performed: list[e.Effect] = []
+    loop = Loop(World(policy=Policy(adopt_s=1.0)).state, performed.append)
+    deciding = asyncio.create_task(loop.run())
+    for instance in adopted:
+        loop.post(e.Adopted(instance, alive=True, error=ERROR))
+    await loop.wait_until_idle()
+    time.sleep(1.0 + PAUSED_S + 0.1)  # noqa: ASYNC251 - the process does not run
+    for _ in range(20):  # what is due runs, and the connection is read
+        await asyncio.sleep(0)
+    for pid, name in enumerate(engines, 7):
+        loop.post(e.EngineReported(report(name, pid=pid)))
+    await loop.wait_until_idle()
+    await asyncio.sleep(0.05)
+    deciding.cancel()
+    assert {name: i.state for name, i in loop.state.instances.items()} == dict.fromkeys(engines, InstanceState.READY)
+    assert not [effect for effect in performed if isinstance(effect, e.Signal)]

@@ -37,8 +37,10 @@ from services.nodeagent.domain.transition import Transition
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import RESERVATION, InstanceState, StopInstance, SuspendWay
-from shared.errors import EngineFailed, InstanceBusy
+from shared.errors import DeadlineExceeded, EngineFailed, InstanceBusy, Unavailable, Unreachable
 
+_LOST = frozenset({DeadlineExceeded.code, Unavailable.code, Unreachable.code})
+"""Errors in place of an engine's answer: it may have done what it was asked to."""
 IN_HOST_MEMORY: tuple[SuspendWay, ...] = ("cuda", "sleep_cuda")
 """Methods whose snapshots are host memory of frozen processes."""
 LEAK_FACTOR = 1.25
@@ -171,7 +173,7 @@ def on_pause_answered(transition: Transition, event: PauseAnswered) -> None:
     1. Reply to commands that waited for it.
     2. Busy: asked again when the engine reports that it is idle.
     3. No answer possible: stopped.
-    4. No command wants it any more: it serves again.
+    4. No command wants it any more, or the answer was lost and it may be paused: it serves again.
     5. Paused: frozen.
     """
     instance = transition.find(event.instance_id)
@@ -182,11 +184,11 @@ def on_pause_answered(transition: Transition, event: PauseAnswered) -> None:
             transition.state, pause_waiters={k: a for k, a in transition.state.pause_waiters.items() if k != event.instance_id}
         )
         transition.emit(*(Reply(a.reply, event.error if wanted else None) for a in asks))
-        if instance is None or not wanted or event.error is not None:
+        if instance is None or not wanted or instance.state is not InstanceState.READY:
             return
-        if instance.state is InstanceState.READY and asks:
+        if event.error is None and asks:
             freeze(transition, instance)
-        elif instance.state is InstanceState.READY:
+        elif event.error is None or event.error.code in _LOST:
             transition.emit(Resume(instance.instance_id, None))
         return
     if instance is None or not wanted or not instance.suspend_state.pausing:

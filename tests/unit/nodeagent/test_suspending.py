@@ -13,7 +13,7 @@ from services.nodeagent.domain.status import suspension
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import InstanceState, SuspendWay
-from shared.errors import EngineFailed, InstanceBusy, StaleToken
+from shared.errors import DeadlineExceeded, EngineFailed, InstanceBusy, StaleToken
 from tests.unit.nodeagent.world import EPOCH, ERROR, POSSIBLE, World, report, resume, start, suspend
 
 READY, DRAINING, SUSPENDED = InstanceState.READY, InstanceState.DRAINING, InstanceState.SUSPENDED
@@ -163,6 +163,17 @@ def test_6_only_if_idle_the_engines_answer_is_the_reply(w: World) -> None:
     effects = w.hear(e.PauseAnswered("i", True))
     assert code(effects) is None
     assert e.Suspend("i", "cpu") in effects
+
+
+def test_6_engine_whose_answer_is_lost_is_not_left_paused(w: World) -> None:
+    """It would stay ready for gateways, and refuse every request."""
+    w.ready()
+    w.hear(e.SuspendCommand(suspend(only_if_idle=True), 2))
+    effects = w.hear(e.PauseAnswered("i", True, DeadlineExceeded("no answer").body()))
+    assert code(effects) == DeadlineExceeded.code
+    assert e.Resume("i", None) in effects
+    assert not w.hear(e.Resumed("i", 60))
+    assert w["i"].state is READY
 
 
 def test_7_a_busy_engine_drains_first_and_is_frozen_when_idle(w: World) -> None:

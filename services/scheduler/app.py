@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -48,11 +48,14 @@ from shared.tasks import end, wait_for_first
 from shared.telemetry.logs import LogRateLimit
 
 log = logging.getLogger(__name__)
+Background = Callable[[], Coroutine[Any, Any, None]]
 PRUNE_PERIOD_S = 600.0
 HEAP_PERIOD_S = 60.0
 LOADER_STATUS_PERIOD_S = 10.0
 LOADERS_AT_ONCE = 100
 _RETRY_S = 0.2
+_FAILED_S = 1.0
+"""Pause after the failure of a task beside the term."""
 _TERM_ERRORS = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, NatsError, TimeoutError, StaleEpoch)
 
 
@@ -123,7 +126,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     outbox.reconcile(m.card for m in loop.state.models.values())
     loop.post(Recovered(clock.now()))
     try:
-        own = {"held memory": _record_held(held, handlers), "reconnections": _ask_again(mesh)}
+        own = {"held memory": partial(_record_held, held, handlers), "reconnections": partial(_ask_again, mesh)}
         async with _background_tasks(loop, repository, ledger, term.epoch, migrations, own):
             await handlers.start()
             await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
@@ -171,6 +174,16 @@ async def _record_held(held: HeldMemory, handlers: Handlers) -> None:
             handlers.spending.note_held()
 
 
+async def _repeat(name: str, timer: Background) -> None:
+    """Run a task that never returns; without it the term would continue and lack what it does."""
+    while True:
+        try:
+            await timer()
+        except Exception:
+            log.exception("a task of the term failed; it begins again", extra={"task": name})
+        await asyncio.sleep(_FAILED_S)
+
+
 def _batches(names: list[str], size: int) -> list[list[str]]:
     return [names[at : at + size] for at in range(0, len(names), size)]
 
@@ -182,9 +195,12 @@ async def _background_tasks(
     ledger: Ledger,
     epoch: int,
     migrations: Migrations,
-    more: Mapping[str, Coroutine[Any, Any, None]],
+    more: Mapping[str, Background],
 ) -> AsyncIterator[None]:
-    """Run the tasks beside a term: timers, and the watch on migrations."""
+    """Run the tasks beside a term: timers, and the watch on migrations.
+
+    One that fails is logged and begun again.
+    """
 
     async def tick() -> None:
         while True:
@@ -219,15 +235,15 @@ async def _background_tasks(
             except (SQLAlchemyError, OSError, StaleEpoch) as e:
                 log.warning("failed to persist loader status", extra={"error": repr(e)})
 
-    timers = {
-        "tick": tick(),
-        "prune": prune(),
-        "settle": settle(),
-        "remember": remember(),
-        "migrations": migrations.watch(),
+    timers: dict[str, Background] = {
+        "tick": tick,
+        "prune": prune,
+        "settle": settle,
+        "remember": remember,
+        "migrations": migrations.watch,
         **more,
     }
-    tasks = [asyncio.create_task(timer, name=name) for name, timer in timers.items()]
+    tasks = [asyncio.create_task(_repeat(name, timer), name=name) for name, timer in timers.items()]
     try:
         yield
     finally:

@@ -9,6 +9,8 @@ import contextlib
 import logging
 import socket
 
+from nats.errors import Error as NatsError
+
 from services.enginehost.ranks.connection import CLOSING, LINE_BYTES, READY, NotProven, accept_member, write_line
 from shared.contracts import subjects
 from shared.contracts.stages import Stage, StageListening
@@ -88,7 +90,8 @@ class RankHead:
     async def _publish_forever(self, listening: StageListening) -> None:
         subject = subjects.stage_group(self._stage.group_id)
         while True:
-            await self._mesh.nc.publish(subject, listening.model_dump_json().encode())
+            with contextlib.suppress(NatsError):  # the next one follows
+                await self._mesh.nc.publish(subject, listening.model_dump_json().encode())
             await asyncio.sleep(_AGAIN_S)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -7,7 +7,8 @@
    changes; when its node is cordoned or gone; and when a whole instance of the model is on its
    device. It also ends where the memory of a device turns out to be less than was promised.
 4. It yields to a model that would otherwise wait, or interrupt an instance that serves.
-5. A new leader makes it again from the plan of the group, where there is still room.
+5. A new leader makes it again from the plan of the group, where there is still room, or where the
+   instance that replaces the group is.
 
 Without it the group serves on, and is consolidated where a device has free memory.
 """
@@ -50,7 +51,10 @@ def restore_full_workers(tx: Transaction) -> None:
         if plan is None or plan.chosen is None or not plan.chosen.later_devices or plan.instance_id != group.instance_id:
             continue
         for f in _list_promises(tx, group, plan.chosen):
-            if booking_of(tx.state, f.node, f.device_id).free_bytes >= f.reserve_bytes:
+            user = next(iter(_list_replacing(tx, f)), None)
+            if user is not None:
+                tx.put(replace(f, used_by=user.instance_id))
+            elif booking_of(tx.state, f.node, f.device_id).free_bytes >= f.reserve_bytes:
                 tx.put(f)
 
 
@@ -133,8 +137,12 @@ def _is_kept(tx: Transaction, f: FullWorker) -> bool:
 
 
 def _has_memory(tx: Transaction, f: FullWorker) -> bool:
-    is_replaced = any(i.stages == 1 and i.model == f.model for i in tx.state.on_device(f.node, f.device_id))
-    return not is_replaced and booking_of(tx.state, f.node, f.device_id).free_soon_bytes >= 0
+    return not _list_replacing(tx, f) and booking_of(tx.state, f.node, f.device_id).free_soon_bytes >= 0
+
+
+def _list_replacing(tx: Transaction, f: FullWorker) -> list[Instance]:
+    """Return the whole instances of the model on the device."""
+    return [i for i in tx.state.on_device(f.node, f.device_id) if i.stages == 1 and i.model == f.model]
 
 
 def _of_model_on(tx: Transaction, model: str, devices: list[str]) -> list[FullWorker]:

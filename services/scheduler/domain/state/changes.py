@@ -117,8 +117,10 @@ def apply(state: ClusterState, changes: Iterable[Change]) -> None:
             case Put(entity):
                 put(state, entity)
             case Drop(kind, key):
-                if table(state, kind).get(key) is not None:
+                if (old := table(state, kind).get(key)) is not None:
                     index(state, state.get_writable(_TABLES[kind]).pop(key), None)
+                    if isinstance(old, Instance) and (plan := state.plans.get(old.plan_id)) is not None:
+                        _put_plan(state, plan)
             case Traced(plan_id, instance_id, traceparent):
                 if (plan := state.plans.get(plan_id)) is not None:
                     state.get_writable("plans")[plan_id] = plan.model_copy(update={"traceparent": traceparent})
@@ -140,15 +142,27 @@ def put(state: ClusterState, entity: Entity) -> bool:
     return True
 
 
+def _is_needed(state: ClusterState, plan: PlanRecord) -> bool:
+    """Return whether a plan is pending, or has promises that a new leader restores."""
+    if plan.outcome == "pending":
+        return True
+    chosen, group = plan.chosen, state.instances.get(plan.instance_id or "")
+    has_full_workers = chosen is not None and bool(chosen.later_devices) and chosen.full_workers > 0
+    return has_full_workers and group is not None and group.plan_id == plan.plan_id
+
+
 def _put_plan(state: ClusterState, plan: PlanRecord) -> None:
-    """Keep the last plan of each model and all pending ones; the database has the others."""
+    """Keep the last plan of each model, all pending ones, and those that promise memory.
+
+    The database has the others.
+    """
     key = plan.plan_id
     last = state.last_plan.get(plan.model)
     if key not in state.plans and last != key:
-        if last is not None and (old := state.plans.get(last)) is not None and old.outcome != "pending":
+        if last is not None and (old := state.plans.get(last)) is not None and not _is_needed(state, old):
             del state.get_writable("plans")[last]
         state.get_writable("last_plan")[plan.model] = last = key
-    if plan.outcome == "pending" or last == key:
+    if last == key or _is_needed(state, plan):
         state.get_writable("plans")[key] = plan
     else:
         state.get_writable("plans").pop(key, None)

@@ -38,6 +38,7 @@ class MoveRequestHandler:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._stopping: set[asyncio.Task[None]] = set()
 
     async def handle(self, order: MoveRequest) -> RequestMoved:
         """Hand the request off, and wait for the destination's first output.
@@ -62,7 +63,11 @@ class MoveRequestHandler:
             ordered = handoffs.ordered = OrderedHandoff(
                 order.migration_id, order.token, order.instance_id, order.prepared, _current_span()
             )
-            await self._stop_source(request, ordered)
+            # To its end, also after the order's deadline: the source may have stopped by then.
+            stopping = asyncio.create_task(self._stop_source(request, ordered), name=f"move {order.request_id}")
+            self._stopping.add(stopping)
+            stopping.add_done_callback(self._stopping.discard)
+            await asyncio.shield(stopping)
         return await asyncio.shield(ordered.result)
 
     def _find_completed(self, request: ActiveRequest, order: MoveRequest) -> RequestMoved | None:

@@ -17,7 +17,7 @@ from shared.contracts import subjects
 from shared.contracts.base import Done, Failure, Message
 from shared.contracts.migration import MoveRequest, RequestMoved
 from shared.contracts.node import InstanceState
-from shared.errors import Conflict, InstanceDraining, InsufficientMemory, NotFound, StaleToken, ThawError
+from shared.errors import Conflict, DeadlineExceeded, InstanceDraining, InsufficientMemory, NotFound, StaleToken, ThawError
 from tests.integration.gateway.conftest import Served, chat, until
 from tests.integration.gateway.test_failover import TEXT, URL, content_of, die, holding
 from tests.support.fake_engine import Behaviour, FakeEngine, FakeNode, Run, drain
@@ -43,11 +43,10 @@ class Moving:
             "token": token,
             "source_instance": self.source.id,
             "instance_id": to,
+            "deadline_ms": 20_000,
         }
         gateway = subjects.gateway_of(run.reply)
-        return await self.node.mesh.request(
-            subjects.gateway_control(gateway), MoveRequest(**(fields | changes), deadline_ms=20_000), RequestMoved
-        )
+        return await self.node.mesh.request(subjects.gateway_control(gateway), MoveRequest(**(fields | changes)), RequestMoved)
 
     async def whole(self) -> None:
         answer = await self.answer
@@ -123,6 +122,21 @@ async def test_completed_order_may_be_repeated_and_an_older_one_is_refused(gatew
         # A newer order returns it to its source.
         move.source.behaviour = Teller(Script((TEXT,)))
         assert (await move.order(move.source.id, token=6, migration="back", source_instance=to.id)).tokens == HELD + 2
+        await move.whole()
+
+
+async def test_hand_off_continues_after_the_deadline_of_its_order(gateway: Served, node: FakeNode) -> None:
+    """The source has stopped by then, and its last message is lost."""
+
+    async def stop_silently(_: Run | None) -> Message:
+        return Done()
+
+    async with held(gateway, node) as move:
+        move.source.yields = stop_silently
+        to = await destination(node)
+        with pytest.raises(DeadlineExceeded):
+            await move.order(to.id, deadline_ms=300)
+        assert (await move.order(to.id)).instance_id == to.id
         await move.whole()
 
 

@@ -26,6 +26,7 @@ class BoundedReads:
         """
         self._within_s = within_s
         self._thread: ThreadPoolExecutor | None = None
+        self._is_closed = False
 
     async def run(self, read: Callable[[], R], *, prepare: Callable[[], object]) -> R:
         """Run `prepare`, then `read`, on the thread.
@@ -37,6 +38,21 @@ class BoundedReads:
         Raises:
             TimeoutError: `read` took too long. Its thread is abandoned.
         """
+        while True:
+            thread, job = await self._begin(read, prepare)
+            if job.cancelled() and not self._is_closed:
+                continue  # its thread was abandoned before its turn
+            try:
+                return await asyncio.wait_for(asyncio.shield(job), self._within_s)
+            except TimeoutError:
+                log.warning("abandoned the compilation of a grammar")
+                thread.shutdown(wait=False, cancel_futures=True)
+                if self._thread is thread:
+                    self._thread = None
+                raise
+
+    async def _begin(self, read: Callable[[], R], prepare: Callable[[], object]) -> tuple[ThreadPoolExecutor, asyncio.Future[R]]:
+        """Return the thread and its job once `read` runs, or the job has ended otherwise."""
         loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = loop.create_future()
         if self._thread is None:
@@ -60,16 +76,10 @@ class BoundedReads:
         job = loop.run_in_executor(thread, work)
         job.add_done_callback(end)
         await started
-        try:
-            return await asyncio.wait_for(asyncio.shield(job), self._within_s)
-        except TimeoutError:
-            log.warning("abandoned the compilation of a grammar")
-            thread.shutdown(wait=False)
-            if self._thread is thread:
-                self._thread = None
-            raise
+        return thread, job
 
     def close(self) -> None:
         """End the thread, without waiting for it."""
+        self._is_closed = True
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)

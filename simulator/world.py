@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 
-from services.scheduler.domain.cost.formulas import reuse_odds
+from services.scheduler.domain.cost.formulas import request_rate, reuse_odds
 from services.scheduler.domain.policies.port import Ask, Capability, Demand, DeviceView, MigrationTarget, Profile, Resident, Usage
 from simulator.clock import Clock
 from simulator.config import ClusterFile, ModelGroup, names_of
@@ -143,7 +143,8 @@ class World:
             miss_probability=self.popularity(model),
             reuse_probability=self._estimate_reuse(model, instance.leaves_at),
             reload_s=(reload := self.reload_seconds(device, model, model.weights)),
-            delay_s=self._later_seconds(model, reload),
+            delay_s=self._later_seconds(device, model, reload),
+            requests_per_s=request_rate(model.total, self.clock.now, self.clock.now - model.last_asked),
             resume_s=resume if not moves else min(m.total_s for m in moves),
             move_to=min(moves, key=lambda m: (m.total_s, m.device)).device if moves else "",
             moves=moves,
@@ -241,13 +242,20 @@ class World:
         links = (*node.source(node.tier(model.name)), *device.path)
         return nbytes / min(link.bandwidth for link in links)
 
-    def _later_seconds(self, model: SimModel, reload: float) -> float | None:
-        """Return the delay of a request that executes during the load.
+    def _later_seconds(self, device: SimDevice, model: SimModel, reload: float) -> float:
+        """Return the seconds by which eviction delays the model's next request.
 
-        None: the delay is the whole load.
+        They are those of a new start, or of a load during which the request executes.
         """
-        behind = self.runtime.exclusive and self.runtime.late_execution
-        return max(0.0, reload - model.exec_seconds(0, model.mean_output)) if behind else None
+        if not self.runtime.exclusive:
+            return self._least_start_seconds(device.node, model)
+        return max(0.0, reload - model.exec_seconds(0, model.mean_output)) if self.runtime.late_execution else reload
+
+    def _least_start_seconds(self, node: SimNode, model: SimModel) -> float:
+        """Return the seconds of a start over links that nothing else uses."""
+        source = node.source(node.tier(model.name))
+        fetch = model.weights / min(link.bandwidth for link in source) if source else 0.0
+        return self.startup_seconds(fetch, model.weights / min(link.bandwidth for link in node.devices[0].path))
 
     def start_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
         """Return the seconds until a start is ready, with queueing on its links (q + n/b)."""
@@ -290,8 +298,22 @@ class World:
             exec_s=model.exec_seconds(first.prompt, model.mean_output),
             prompt_tokens=first.prompt,
             output_tokens=model.mean_output,
+            start_s=self._least_start_anywhere(model),
             missing_workers=missing,
         )
+
+    def _least_start_anywhere(self, model: SimModel) -> float:
+        """Return the least seconds until the model is ready on any node; 0 on exclusive devices.
+
+        Requests execute during the load there, and bind one by one.
+        """
+        nodes = [n for n in model.nodes if n.alive] if not self.runtime.exclusive else []
+        restores = [self._restore_seconds(n, model) for n in nodes if f"snapshot:{model.name}" in n.dram]
+        return min([*restores, *(self._least_start_seconds(n, model) for n in nodes)], default=0.0)
+
+    def _restore_seconds(self, node: SimNode, model: SimModel) -> float:
+        """Return the seconds to restore a snapshot over links that nothing else uses."""
+        return self.runtime.startup.restore_s + model.snapshot / min(link.bandwidth for link in node.devices[0].path)
 
     def demand_of(self, model: SimModel) -> Demand:
         live = running = 0

@@ -19,6 +19,9 @@ AFTER = ("init", "compile", "capture", "restore", "profile")
 """Needs both the process and the weights."""
 
 
+_SHORTEST_INTERVAL_S = 1e-3
+
+
 def load_s(nbytes: int, slowest: float, queue_s: float = 0.0) -> float:
     """Return q + n/b (ServerlessLLM §6.1), in seconds.
 
@@ -80,6 +83,27 @@ def reuse_odds(unused_s: float, horizon_s: float) -> float:
     horizon : time unused.
     """
     return horizon_s / (horizon_s + max(0.0, unused_s))
+
+
+def request_rate(requests: int, within_s: float, unused_s: float) -> float:
+    """Return the expected requests per second of a model.
+
+    Args:
+        requests: Requests so far.
+        within_s: Seconds in which they arrived.
+        unused_s: Seconds since the last one: a model that has been idle for longer than usual is
+            expected to be idle for half as long again (as in `reuse_odds`).
+    """
+    return 1.0 / max(within_s / requests, unused_s / 2, _SHORTEST_INTERVAL_S) if requests > 0 else 0.0
+
+
+def total_delay_s(delay_s: float, requests_per_s: float) -> float:
+    """Return the seconds that all requests wait for a model that is back after `delay_s`.
+
+    The first one waits for all of it. Those that arrive in the meantime wait for half of it on
+    average.
+    """
+    return delay_s * (1.0 + requests_per_s * delay_s / 2)
 
 
 def _sum(phases: Mapping[str, float], names: Iterable[str]) -> float:

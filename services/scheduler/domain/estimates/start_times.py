@@ -29,7 +29,7 @@ from services.scheduler.domain.cost.links import DEFAULT_BYTES_PER_SECOND, find_
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.entities import Instance
+from services.scheduler.domain.state.entities import Instance, Model
 from services.scheduler.domain.state.measurements import ANYWHERE, estimate_key
 from services.scheduler.domain.state.shared_weights import bytes_on_peers, separate_memory, weights_there
 from services.scheduler.domain.values import replace, value
@@ -441,6 +441,18 @@ def restart_s(state: ClusterState, card: ModelCard, b: Booking) -> float:
         before, engine, after = _PRIOR_PARTS
         return (before + max(load, engine) + after) / 1e3
     return Forecast(state, card).predict(b, leaving=False).ms / 1e3
+
+
+def least_start_s(state: ClusterState, model: Model) -> float:
+    """Return the seconds that a start takes at least: the measured phases without the load.
+
+    0 if nothing was measured, or if a suspended engine makes it quicker.
+    """
+    card = model.card
+    if state.suspended_instances(model) or (state.by_template and state.by_template.get(template_key(card))):
+        return 0.0
+    learned = learned_values(state, card.name, ANYWHERE) or _of_its_key(state, card)
+    return sum(_parts(_of_one_start(_phases(learned), card.spec.isolation == "shared"))) / 1e3
 
 
 def resumes_faster(state: ClusterState, i: Instance) -> bool:

@@ -166,7 +166,10 @@ def _report_of(tx: Transaction, s: InstanceStatus) -> InstanceReport:
     if idle and old and old.idle_since is not None and old.status.load.completed == s.load.completed:
         since = min(since, old.idle_since)
     moved = old is None or progress(old.status) != progress(s)
-    return InstanceReport(s.instance_id, s, since if idle else None, tx.now if old is None or moved else old.progressed_at)
+    progressed_at = tx.now if old is None or moved else old.progressed_at
+    was_ready = old is not None and old.status.state is InstanceState.READY
+    completed_before = old.completed_before if old is not None and was_ready else s.load.completed
+    return InstanceReport(s.instance_id, s, since if idle else None, progressed_at, completed_before)
 
 
 def progress(s: InstanceStatus) -> tuple[object, ...]:

@@ -29,7 +29,7 @@ from operator import attrgetter
 
 from services.scheduler.domain.demand.key_shares import Standing, has_other_users, standing_of
 from services.scheduler.domain.estimates.memory_needs import device_count, start_bytes
-from services.scheduler.domain.estimates.start_times import Forecast
+from services.scheduler.domain.estimates.start_times import Forecast, least_start_s
 from services.scheduler.domain.formatting import gib
 from services.scheduler.domain.placement.constraints import Excludes, combine_rules, confine_to, placement_rule
 from services.scheduler.domain.placement.groups import group_options
@@ -231,6 +231,7 @@ def ask_of(tx: Transaction, model: Model, need: int, waited: float, *, extra: bo
         requests=max(1, tx.state.waiting_count(model.key)),
         slo_ttft_s=spec.slo.ttft,
         slo_tpot_s=spec.slo.tpot,
+        start_s=least_start_s(tx.state, model) if spec.slo.ttft is not None else 0.0,
         priority=spec.priority,
         request_priority=standing.priority,
         share_s=standing.tag_s,

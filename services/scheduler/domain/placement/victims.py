@@ -11,7 +11,7 @@ out: the device's booking accounts for them.
 
 from __future__ import annotations
 
-from services.scheduler.domain.cost.formulas import reuse_odds
+from services.scheduler.domain.cost.formulas import request_rate, reuse_odds
 from services.scheduler.domain.demand.key_shares import Standing, is_in_use, is_shielded, is_used_only_by, may_interrupt
 from services.scheduler.domain.estimates.migration_times import resume_requests_s
 from services.scheduler.domain.estimates.start_times import restart_s
@@ -23,6 +23,7 @@ from services.scheduler.domain.state.device_memory import can_suspend, held_byte
 from services.scheduler.domain.state.entities import Instance, Model
 from services.scheduler.domain.state.shared_weights import kv_lacking_bytes, weights_of
 from services.scheduler.domain.state.transaction import Transaction
+from services.scheduler.domain.state.volatile import InstanceReport
 from services.scheduler.domain.values import value
 from shared.contracts.node import InstanceState
 
@@ -142,11 +143,22 @@ def _describe_resident(tx: Transaction, i: Instance, terms: _Terms, b: Booking) 
         sensitivity=owner.card.spec.latency_sensitivity if owner is not None else 0.0,
         miss_probability=1.0 if wanted or state == "serving" else reuse_odds(tx.now - used, tx.policy.horizon_s),
         reload_s=reload_s,
+        requests_per_s=_requests_per_s(i, report, used, tx.now) if state == "idle" else 0.0,
         resume_s=resume_requests_s(tx.state, i) if state == "serving" else None,
         moves=moves,
         replicas=_copies(tx, owner),
         protected_reason=protected or "",
     )
+
+
+def _requests_per_s(i: Instance, report: InstanceReport | None, used: float, now: float) -> float:
+    """Return the requests that an instance has completed per second since it was planned.
+
+    The first ones have arrived while it started.
+    """
+    if report is None:
+        return 0.0
+    return request_rate(report.status.load.completed - report.completed_before, now - i.planned_at, now - used)
 
 
 def _may_drain(tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, reload_s: float) -> bool:

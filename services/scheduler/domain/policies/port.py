@@ -48,6 +48,8 @@ class Ask:
     """Expected time of one of its requests on a device."""
     prompt_tokens: int = 0
     output_tokens: float = 0.0
+    start_s: float = 0.0
+    """Seconds that a start takes at least, on a free device; 0: unknown."""
     missing_workers: int = 1
     """Instances that the model lacks, this one included."""
 
@@ -113,6 +115,8 @@ class Resident:
     """Expected seconds until its requests are finished."""
     replicas: int = 1
     """Number of devices with the model."""
+    requests_per_s: float = 0.0
+    """Expected requests per second for its model; 0: unknown."""
     protected_reason: str = ""
     """The reason why the instance must stay; empty: it may be a victim."""
 

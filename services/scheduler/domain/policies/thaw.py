@@ -4,21 +4,23 @@ It minimises the total time: of the asking model until it is ready, and of the v
 the probability that they are used.
 
 - Order: priority of the model, then of its requests, then models without an instance before extra
-  replicas. Then asks that can still meet their objective: functions that this makes compliant first
-  (Torpor's queue, §5.2), the earliest deadline first. An ask whose key is more than `LEAD_S`
-  device-seconds ahead of the one with the least has no such precedence. Then late asks and those
-  without an objective, by fair shares of the keys (start-time fair queueing), of one key the
-  longest wait first: a missed objective is missed once, and delaying another for it would miss two.
+  replicas, then those that have waited for `STARVING_S`. Then asks that can still meet their
+  objective: functions that this makes compliant first (Torpor's queue, §5.2), the earliest deadline
+  first. An ask whose key is more than `LEAD_S` device-seconds ahead of the one with the least has
+  no such precedence. Then late asks, those that no start makes in time, and those without an
+  objective, by fair shares of the keys (start-time fair queueing): a missed objective is missed
+  once, and delaying another for it would miss two. Of one key the most requests times wait first:
+  one start serves all requests of a model (R x W, Aksoy and Franklin, INFOCOM '98).
 - Victims: of idle instances, the cheapest that free enough by Tangram's cost p · (s/b) · alpha
   (§3.2.2), where p is the probability of use before they would stop anyway, and s/b the delay of
-  their next request; starts for parking first. If they do not suffice, serving ones: migrated in
-  the least total time (ServerlessLLM §6.2), or preempted, low priority and short queues first
-  (SwapServeLLM §3.5), where waiting would take longer than the preemption costs.
+  all requests that arrive until they are back; starts for parking first. If they do not suffice,
+  serving ones: migrated in the least total time (ServerlessLLM §6.2), or preempted, low priority
+  and short queues first (SwapServeLLM §3.5), where waiting would take longer than the preemption
+  costs.
 - Option: the least sum of its own time and the others' loss per waiting request. A load that shares
-  a bus costs the neighbour its duration (Torpor §5.3). Sharing a device slows both (HydraServe
-  §4.1). Devices of a recent failure are last, and preemption is used without alternative only.
-  Options that meet the objective are first, and of those the one with the least shared device:
-  spare latency is worth less than speed under contention.
+  a bus costs the neighbour its duration (Torpor §5.3). Busy instances of a device compute in turns,
+  which delays both. Devices of a recent failure are last, and preemption is used without
+  alternative only. Options that meet the objective are first.
 - Scale: HydraServe's autoscaler (§6.1) from waiting, running and, for batching engines, expected
   requests.
 """
@@ -28,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from services.scheduler.domain.cost.cost import Clearing
+from services.scheduler.domain.cost.formulas import total_delay_s
 from services.scheduler.domain.policies import torpor_queue
 from services.scheduler.domain.policies.autoscaling import predict_requests
 from services.scheduler.domain.policies.common import clamp_replicas
@@ -36,24 +39,32 @@ from services.scheduler.domain.policies.port import Ask, Clearance, Demand, Devi
 
 LEAD_S = 30.0
 """Device-seconds that a key's models with objectives may take before others get their share."""
+STARVING_S = 60.0
+"""After this wait a model goes before those of its priority that can still meet an objective.
+
+Otherwise these could keep it waiting for ever. The live scheduler has the same rule for every
+profile, `Policy.starve_after_s`.
+"""
 
 
 def order(asks: Sequence[Ask], book: Mapping[str, Usage], alpha: float) -> list[Ask]:
     """Order asks.
 
-    Higher priority first, extra replicas last. Then objectives that can still be met, of functions
-    that become compliant by it (Torpor §5.2), the earliest deadline first, unless their key is
-    `LEAD_S` ahead. Then missed objectives and asks without one, those of the key that has received
-    the least first, then the longest wait.
+    Higher priority first, extra replicas last, then starving asks. Then objectives that can still
+    be met, of functions that become compliant by it (Torpor §5.2), the earliest deadline first,
+    unless their key is `LEAD_S` ahead. Then missed objectives, those that a start would miss, and
+    asks without one, those of the key that has received the least first, then the most requests
+    times wait.
     """
     least = min([a.share_s for a in asks], default=0.0)
     high = torpor_queue.high_priority(book, alpha) if book and len(asks) > 1 else frozenset()
 
     def place(a: Ask) -> tuple[object, ...]:
         left = _compute_seconds_left(a)
-        first = (-a.priority, -a.request_priority, a.is_extra)
-        if a.slo_ttft_s is None or left < 0 or a.share_s - least > LEAD_S:
-            return (*first, True, False, a.share_s, -a.waited_s, a.model, a.request_id)
+        starves = a.waited_s >= STARVING_S
+        first = (-a.priority, -a.request_priority, a.is_extra, not starves)
+        if starves or a.slo_ttft_s is None or left < a.start_s or a.share_s - least > LEAD_S:
+            return (*first, True, False, a.share_s, -a.waited_s * max(1, a.requests), a.model, a.request_id)
         return (*first, False, a.model in book and a.model not in high, left, 0.0, a.model, a.request_id)
 
     return sorted(asks, key=place)
@@ -80,14 +91,16 @@ def _loss(r: Resident) -> float:
     """Return the expected cost of eviction in seconds (Tangram, Eq. 2).
 
     A start for parking costs nothing, nor does one of several replicas (Torpor §5.3: one replica
-    per model while memory is full). What counts is the delay of its next request, not the load
-    time: 0 if it executes while the bytes arrive (a light model of Torpor's).
+    per model while memory is full). What counts is the delay of its requests, not the load time: 0
+    if they execute while the bytes arrive (a light model of Torpor's). All requests that arrive
+    until the model is back are delayed, so that a popular model costs more than a rare one even if
+    both are certain to be used.
     """
     if r.state == "starting" or r.replicas > 1:
         return 0.0
     return (
         (r.miss_probability if r.reuse_probability is None else r.reuse_probability)
-        * (r.reload_s if r.delay_s is None else r.delay_s)
+        * total_delay_s(r.reload_s if r.delay_s is None else r.delay_s, r.requests_per_s)
         * r.sensitivity
     )
 
@@ -194,7 +207,6 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
         slow,
         not in_time,
         at.kv_lacking_bytes > 0 and in_time,  # its pages would be taken from caches that lack some
-        o.sharing if in_time else 0,
         o.cost.total_s + loss,
         o.cost.total_s,
         at.kv_lacking_bytes,
@@ -210,7 +222,8 @@ def _preference(ask: Ask, o: Option) -> tuple[object, ...]:
 def _estimate_shared_delay(ask: Ask, o: Option) -> tuple[float, float]:
     """Return the delay of its first token by shared compute, and the delay that it causes.
 
-    Busy instances share a device in proportion to their booked memory (HydraServe §4.1).
+    Busy instances of a device compute in turns of equal time. Each one is delayed by what the new
+    one computes until it is done itself.
     """
     alone = o.cost.phases.get("prefill") or ask.exec_s
     if not alone or o.way == "ready" or len(o.devices) > 1:
@@ -218,8 +231,8 @@ def _estimate_shared_delay(ask: Ask, o: Option) -> tuple[float, float]:
     busy = [r for r in o.devices[0].residents if r.active and r.key not in o.clearance.victims]
     if not busy:
         return 0.0, 0.0
-    slower = sum([r.nbytes for r in busy]) / max(1, ask.need_bytes)
-    return alone * slower, sum([r.remaining_s * ask.need_bytes / max(1, r.nbytes) for r in busy])
+    work_s = (ask.exec_s or alone) * max(1, ask.requests)
+    return alone * len(busy), sum([min(r.remaining_s, work_s) for r in busy])
 
 
 def keep(keep_alive: float, load_s: float) -> float:

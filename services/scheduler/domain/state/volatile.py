@@ -87,12 +87,14 @@ class InstanceReport:
     Attributes:
         idle_since: None while it serves.
         progressed_at: Time at which its start last made progress.
+        completed_before: Requests that it had completed when it last became ready.
     """
 
     instance_id: str
     status: InstanceStatus
     idle_since: float | None
     progressed_at: float = 0.0
+    completed_before: int = 0
 
     @property
     def key(self) -> str:

@@ -14,8 +14,10 @@ from services.scheduler.domain.cost.formulas import (
     critical_path,
     critical_phases,
     load_s,
+    request_rate,
     resume_s,
     reuse_odds,
+    total_delay_s,
     two_way_load_s,
 )
 from services.scheduler.domain.cost.links import busy_until, find_slowest
@@ -85,6 +87,18 @@ def test_link_queue_includes_reported_and_newly_decided_loads() -> None:
     assert busy_until(100.0, loader(), ()) == 0.0
     assert busy_until(100.0, loader(LinkStatus(link="p2p:cpu:1>cpu:2", finish_ms=2000.0)), ()) == 0.0, "no source waits for it"
     assert busy_until(0.0, None, [(5.0, 10**9)]) == 6.0
+
+
+def test_requests_that_arrive_until_a_model_is_back_wait_for_half_of_the_delay() -> None:
+    assert total_delay_s(10.0, 0.0) == 10.0
+    assert total_delay_s(10.0, 2.0) == pytest.approx(10 + 20 * 5)
+
+
+def test_rate_of_a_model_falls_while_no_request_arrives() -> None:
+    assert request_rate(0, 100.0, 100.0) == 0.0
+    assert request_rate(50, 100.0, 1.0) == pytest.approx(0.5)
+    assert request_rate(50, 100.0, 40.0) == pytest.approx(1 / 20)
+    assert request_rate(5, 0.0, 0.0) < float("inf")
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.domain.estimates.start_learning import updated_estimates
-from services.scheduler.domain.estimates.start_times import PRIOR_MS, Forecast, bandwidth
+from services.scheduler.domain.estimates.start_times import PRIOR_MS, Forecast, bandwidth, least_start_s
 from services.scheduler.domain.events import LoaderStatusReceived
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.measurements import ANYWHERE, Estimate, estimate_key
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
+from shared.contracts.node import InstanceState
 from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan
 from shared.contracts.plans import Candidate, PlanRecord
 from tests.support.fake_node import MIB
@@ -54,6 +55,22 @@ def teach(state: ClusterState, record: PlanRecord) -> list[Estimate]:
 def forecast(w: World, node: str, *, leaving: bool = False) -> tuple[dict[str, float], float]:
     model = w.state.models["a"]
     return Forecast(w.state, model.card, w.now).predict_ms(booking_of(w.state, node, "cpu:0"), leaving=leaving)
+
+
+def test_least_start_is_the_measured_phases_without_the_load(w: World) -> None:
+    model = w.state.models["a"]
+    assert least_start_s(w.state, model) == 0.0, "nothing was measured"
+    teach(w.state, plan(span(Phase.CONTAINER, 30), span(Phase.LOAD, 5000), span(Phase.INIT, 470)))
+    assert least_start_s(w.state, model) == pytest.approx(0.5)
+
+
+def test_least_start_is_unknown_while_a_suspended_instance_can_resume(w: World) -> None:
+    teach(w.state, plan(span(Phase.CONTAINER, 30), span(Phase.INIT, 470)))
+    parked = w.up("a")
+    w.can_suspend(parked)
+    parked.state = InstanceState.SUSPENDED
+    w.hear()
+    assert least_start_s(w.state, w.state.models["a"]) == 0.0
 
 
 def test_zygote_start_is_excluded_from_the_estimate(w: World) -> None:

@@ -50,6 +50,20 @@ def test_6_longest_idle_instance_is_evicted_and_the_start_waits_for_its_memory(w
     assert len(w.starts("c")) == 1
 
 
+def test_6_popular_instance_stays_although_it_is_idle_for_longer(w: World) -> None:
+    """While a popular model starts again, more of its requests arrive."""
+    three(w)
+    popular, rare = w.up("a", served=0), w.up("b")
+    w.tick(5)
+    popular.completed, popular.idle_since = 100, w.now
+    w.tick(2)
+    rare.completed, rare.idle_since = 2, w.now
+    w.hear()
+    w.demand("c")
+    assert len(w.stops("b")) == 1
+    assert not w.stops("a")
+
+
 def test_6_pinned_instances_stay(w: World) -> None:
     agent = w.node(budget=TWO)
     w.model("a", pin=True)

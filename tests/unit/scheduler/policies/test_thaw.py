@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.domain.cost.cost import Cost
 from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, MigrationTarget, Option, Resident, Usage
-from services.scheduler.domain.policies.thaw import LEAD_S, choose, clear, order, scale
+from services.scheduler.domain.policies.thaw import LEAD_S, STARVING_S, choose, clear, order, scale
 
 ASK = Ask("new", 10, 1.0)
 
@@ -118,20 +118,36 @@ def test_feasible_objectives_precede_others_earliest_deadline_first() -> None:
     )
 
 
-def test_in_time_where_devices_are_shared_least_else_as_soon_as_possible() -> None:
-    shared = Option((device(key="a/0"),), "load", Cost(1.0), sharing=2)
-    alone = Option((device(key="b/0"),), "load", Cost(3.0))
-    assert choose(Ask("new", 10, 0.0, slo_ttft_s=5.0), [shared, alone], "") is alone
-    assert choose(Ask("new", 10, 0.0, slo_ttft_s=2.0), [shared, alone], "") is shared, "the other one would be late"
-    assert choose(ASK, [shared, alone], "") is shared, "no objective"
+def test_start_that_meets_the_objective_is_chosen_before_cheaper_ones_that_miss_it() -> None:
+    late, in_time = option("a/0", 3.0), option("b/0", 1.0, penalty=30.0, how="evict")
+    assert choose(Ask("new", 10, 0.0, slo_ttft_s=2.0), [late, in_time], "") is in_time
+    assert choose(Ask("new", 10, 0.0, slo_ttft_s=5.0), [late, in_time], "") is late, "both are in time"
 
 
-def test_small_model_avoids_a_device_with_a_busy_large_model() -> None:
-    large = Resident("large", "large", 70, "serving", active=1, remaining_s=2.0)
-    beside = Option((device(large, key="a/0"),), "load", Cost(1.0))
+def test_busy_neighbours_delay_an_instance_by_turns_whatever_their_memory() -> None:
+    small, large = (Resident("r", "r", size, "serving", active=1, remaining_s=0.1) for size in (1, 70))
+    away = Option((device(key="b/0"),), "load", Cost(1.5))
+    for neighbour in (small, large):
+        beside = Option((device(neighbour, key="a/0"),), "load", Cost(1.0))
+        assert choose(Ask("new", 10, 0.0, exec_s=0.6), [beside, away], "") is away, "its first token takes 0.6 s longer"
+        assert choose(Ask("new", 10, 0.0, exec_s=0.1), [beside, away], "") is beside
+
+
+def test_neighbours_are_delayed_by_no_more_than_the_new_instance_computes() -> None:
+    long = Resident("long", "long", 70, "serving", active=1, remaining_s=60.0)
+    beside = Option((device(long, key="a/0"),), "load", Cost(1.0))
     away = Option((device(key="b/0"),), "load", Cost(2.0))
-    assert choose(Ask("new", 10, 0.0, exec_s=0.3), [beside, away], "") is away
-    assert choose(Ask("new", 10, 0.0, exec_s=0.01), [beside, away], "") is beside
+    assert choose(Ask("new", 10, 0.0, exec_s=0.1), [beside, away], "") is beside, "0.1 s for each of both"
+    assert choose(Ask("new", 10, 0.0, exec_s=0.1, requests=30), [beside, away], "") is away, "30 requests wait 0.1 s each for turns"
+
+
+def test_popular_model_is_kept_although_another_is_as_certain_to_be_used() -> None:
+    """Evicting either delays one request by 10 s; 20 more of the popular one arrive then."""
+    rare = Resident("rare", "rare", 10, "idle", last_used=1.0, miss_probability=1.0, reload_s=10.0, requests_per_s=0.02)
+    popular = Resident("popular", "popular", 10, "idle", last_used=0.0, miss_probability=1.0, reload_s=10.0, requests_per_s=2.0)
+    found = clear(ASK, device(popular, rare), 10, 0.0)
+    assert found is not None
+    assert (found.victims, found.penalty_s) == (("rare",), 10.0 * (1 + 0.02 * 10 / 2))
 
 
 def ordered(*asks: Ask) -> list[str]:
@@ -157,3 +173,23 @@ def test_priority_of_the_model_then_of_its_requests_goes_before_shares() -> None
         Ask("model", 1, 0.0, priority=1, share_s=99.0),
     ]
     assert ordered(*asks) == ["model", "asks", "fair"]
+
+
+def test_objective_that_no_start_meets_has_no_precedence() -> None:
+    """A start takes 23 s, the objective is 5 s: it is missed however soon the model is placed."""
+    hopeless = Ask("hopeless", 1, 1.0, slo_ttft_s=5.0, start_s=23.0)
+    possible = Ask("possible", 1, 1.0, slo_ttft_s=30.0, start_s=23.0)
+    assert ordered(hopeless, possible, Ask("fair", 1, 2.0)) == ["possible", "fair", "hopeless"]
+
+
+def test_late_models_with_the_most_requests_times_wait_go_first() -> None:
+    many, few = Ask("many", 1, 4.0, requests=6), Ask("few", 1, 9.0, requests=2)
+    assert ordered(few, many) == ["many", "few"], "one start serves all six"
+    assert ordered(Ask("few", 1, 13.0, requests=2), many) == ["few", "many"], "who waits long enough is not overtaken for ever"
+
+
+def test_starving_model_goes_before_objectives_of_its_priority() -> None:
+    starving = Ask("starving", 1, STARVING_S, slo_ttft_s=5.0)
+    urgent = Ask("urgent", 1, 0.0, slo_ttft_s=5.0)
+    assert ordered(urgent, starving) == ["starving", "urgent"]
+    assert ordered(Ask("high", 1, 0.0, slo_ttft_s=5.0, priority=1), starving) == ["high", "starving"]

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from services.enginehost.drivers.port import PROBE_PROMPT, Command, Driver, OnProgress
-from services.enginehost.http1 import Client, HttpError, HttpRequest, call, json_request
+from services.enginehost.http1 import BodyStream, Client, HttpError, HttpRequest, call, json_request
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, InvalidModel
 
@@ -86,7 +87,7 @@ class Ollama(Driver):
             raise EngineFailed(f"Ollama's download of {self.served_name}: {e}") from e
 
     async def _create(self, client: Client, path: Path, on_progress: OnProgress) -> None:
-        """Upload the file in one request.
+        """Upload the file in one request, a piece at a time.
 
         A local server reads it as fast as the disk does.
         """
@@ -97,7 +98,8 @@ class Ollama(Driver):
             return
         status, _ = await client.ask(HttpRequest("HEAD", f"/api/blobs/{digest}"))
         if status != 200:
-            await call(client, HttpRequest("POST", f"/api/blobs/{digest}", path.read_bytes()), "giving Ollama the model's file")
+            upload = HttpRequest("POST", f"/api/blobs/{digest}", stream=BodyStream(path.stat().st_size, lambda: _read_pieces(path)))
+            await call(client, upload, "giving Ollama the model's file")
         created = json_request("/api/create", {"model": self._name, "files": {path.name: digest}, "stream": False})
         await call(client, created, "making an Ollama model of the file")
         on_progress(Phase.FETCH, 1.0)
@@ -137,6 +139,12 @@ def _report_pull(message: dict[str, object], name: str, on_progress: OnProgress)
     total, completed = message.get("total"), message.get("completed")
     if isinstance(total, int) and isinstance(completed, int) and total:
         on_progress(Phase.FETCH, completed / total)
+
+
+async def _read_pieces(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        while piece := await asyncio.to_thread(file.read, _PIECE):
+            yield piece
 
 
 def _digest(path: Path) -> str:

@@ -57,6 +57,11 @@ async def test_admin_key_lists_and_reads_logs(served: Served, agent: Agent) -> N
     assert (asked.name, asked.lines, asked.after) == ("a b.engine", 7, 3)
 
 
+async def test_a_name_that_no_log_has_is_not_found(served: Served, agent: Agent) -> None:
+    for name in ("other.engine", "x" * 2_000, "%00", "..%2f..%2fetc%2fpasswd"):
+        assert (await served.http.get(f"{AT}/{name}", headers=ADMIN)).status_code == 404, name
+
+
 async def test_other_keys_read_no_log(served: Served, agent: Agent) -> None:
     body = {"name": "viewer", "scope": "read-only", "sha256": hash_key("view-key")}
     assert (await served.http.post("/admin/v1/keys", json=body, headers=ADMIN)).status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +16,7 @@ from shared.contracts import subjects
 from shared.contracts.base import Message
 from shared.contracts.base import Request as MeshRequest
 from shared.contracts.logs import MAX_LINES, ListLogs, LogRead, LogsListed, ReadLog
-from shared.errors import PermissionDenied, Unreachable
+from shared.errors import NotFound, PermissionDenied, Unreachable
 
 M = TypeVar("M", bound=Message)
 _MAX_POSITION = 2**62
@@ -41,7 +42,10 @@ class Logs:
         """Return the last `?lines=` lines, or the last of those `?after=` a position."""
         lines = read_integer(request, "lines", 200, minimum=1, maximum=MAX_LINES)
         after = read_integer(request, "after", 0, minimum=0, maximum=_MAX_POSITION) if "after" in request.query_params else None
-        asked = ReadLog(name=request.path_params["name"], lines=lines, after=after)
+        try:
+            asked = ReadLog(name=request.path_params["name"], lines=lines, after=after)
+        except ValidationError as e:
+            raise NotFound("No log has such a name") from e
         return await self._respond(request.path_params["node"], asked, LogRead)
 
     async def _respond(self, node: str, message: MeshRequest, reply: type[M]) -> Response:

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shared.contracts import subjects
+from shared.private import write_durably
 
 SERVICES = ("gateway", "scheduler", "migrator")
 PERMISSIONS = Path(__file__).with_name("permissions.conf")
@@ -124,13 +125,11 @@ def _keep(path: Path, fresh: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
+    """Write a file that survives a power cut: a database keeps the password of its first start."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text)
     # The servers' images read these as users of their own; each volume is mounted into the one
     # service that it is for.
-    temporary.chmod(0o644)
-    temporary.replace(path)
+    write_durably(path, text.encode(), mode=0o644)
 
 
 def _main(arguments: list[str] | None = None) -> None:

@@ -88,13 +88,20 @@ def _events(lines: Iterator[str], waiting: Callable[[str], None]) -> Iterator[di
             data = line[5:].strip()
             if data == "[DONE]":
                 return
-            try:
-                yield json.loads(data)
-            except ValueError as e:
-                raise CommandError("The stream is not understood.", "Is THAW_URL a gateway of Thaw?", code="stream_broken") from e
+            yield _parse_event(data)
     raise CommandError(
         "The stream ended in the middle of the answer.", "`thaw logs gateway` says why; ask again.", code="stream_broken"
     )
+
+
+def _parse_event(data: str) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if isinstance(event, dict):
+        return event
+    raise CommandError("The stream is not understood.", "Is THAW_URL a gateway of Thaw?", code="stream_broken")
 
 
 def _absorb(event: dict[str, Any], completion: Completion) -> str:
@@ -105,8 +112,8 @@ def _absorb(event: dict[str, Any], completion: Completion) -> str:
         )
     completion.usage = event.get("usage") or completion.usage
     text = ""
-    for choice in event.get("choices", []):
-        text += choice.get("delta", {}).get("content") or ""
+    for choice in event.get("choices") or ():
+        text += (choice.get("delta") or {}).get("content") or ""
         completion.finish_reason = choice.get("finish_reason") or completion.finish_reason
     completion.text += text
     return text

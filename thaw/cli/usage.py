@@ -58,6 +58,8 @@ def usage(
     [bold]thaw usage --by model,day --phases[/]
     [bold]thaw usage --since 30d --focus > charges.csv[/]
     """
+    if as_csv + as_focus + as_json > 1:
+        raise typer.BadParameter("--csv, --focus and --json are formats: give one of them")
     if as_focus:
         by = ",".join(DIMENSIONS)
     dimensions = [part.strip() for part in by.split(",") if part.strip()]

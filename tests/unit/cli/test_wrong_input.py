@@ -15,6 +15,8 @@ import pytest
 from shared.contracts.keys import ApiKey, KeyList
 from thaw.cli.api import Api
 from thaw.cli.app import main
+from thaw.cli.completions import Completion, _absorb, _events
+from thaw.errors import CommandError
 from thaw.units import parse_duration, parse_size
 
 LARGE = "9" * 400
@@ -96,3 +98,21 @@ def test_a_closed_output_gives_no_message_of_python(tmp_path: Path, command: tup
     with process.stderr as errors:
         assert errors.read() == b""
     assert process.wait(60) == 1
+
+
+@pytest.mark.parametrize("other", ["--csv", "--focus"])
+def test_one_format_of_usage_is_printed(capsys: pytest.CaptureFixture[str], other: str) -> None:
+    assert "--json" in error_of(capsys, "usage", other)
+
+
+def test_csv_and_focus_exclude_each_other() -> None:
+    assert main(["usage", "--csv", "--focus"]) == 2
+
+
+def test_events_of_another_form_are_no_tracebacks() -> None:
+    completion = Completion()
+    for event in ({"choices": None}, {"choices": [{"delta": None, "finish_reason": "stop"}]}, {"usage": {"completion_tokens": 1}}):
+        assert _absorb(event, completion) == ""
+    assert completion.finish_reason == "stop"
+    with pytest.raises(CommandError, match="not understood"):
+        list(_events(iter(["data: [1]"]), lambda _: None))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
@@ -219,13 +220,17 @@ def _simulate(order: dict[str, Any], out: Console) -> Document:
     with (
         Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child,
+        ThreadPoolExecutor(1, thread_name_prefix="simulation") as reader,
     ):
         assert child.stdin is not None
         assert child.stdout is not None
         assert child.stderr is not None
         task = progress.add_task("simulating", total=None)
-        child.stdin.write(json.dumps(order, default=str))
-        child.stdin.close()
+        # The simulator's messages end after its document, which may have more bytes than a pipe.
+        output = reader.submit(child.stdout.read)
+        with contextlib.suppress(BrokenPipeError):  # it ended already; its messages say why
+            child.stdin.write(json.dumps(order, default=str))
+            child.stdin.close()
         try:
             for line in child.stderr:
                 if line.startswith('{"done"'):
@@ -233,8 +238,8 @@ def _simulate(order: dict[str, Any], out: Console) -> Document:
                     progress.update(task, completed=update["done"], total=update["of"])
                 else:
                     last = line.strip() or last
-            text = child.stdout.read()
-        except KeyboardInterrupt:
+            text = output.result()
+        except BaseException:
             child.terminate()
             raise
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,13 @@ def test_invalid_options_and_files_are_refused(files: list[str], tmp_path: Path,
     (tmp_path / "cluster.yaml").write_text("nodes: none")
     assert main(files) != 0
     assert "cluster.yaml: nodes" in capsys.readouterr().err
+
+
+def test_a_document_larger_than_a_pipe_is_read(files: list[str], tmp_path: Path) -> None:
+    """The simulator waits until its output is read; its messages end only after that."""
+    figures = tmp_path / "figures.json"
+    arguments = [*files, "--rps", "0.1", "--duration", "10", "--seeds", "100", "--json", str(figures)]
+    process = subprocess.run([sys.executable, "-m", "thaw", *arguments], capture_output=True, timeout=60, check=False)
+    assert process.returncode == 0
+    assert len(json.loads(figures.read_text())["runs"]) == 100
+    assert len(json.dumps(json.loads(figures.read_text()))) > 65_536

@@ -32,8 +32,8 @@ class Loop:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._ticked = False
-        self._backlog = 0
-        """Events of a pause of the process: they are handled before the next Tick."""
+        self._settled_at = float("-inf")
+        """No `Tick` before this time: the messages of a pause of the process arrive."""
 
     def post(self, event: Event) -> None:
         self._events.put_nowait(event)
@@ -74,27 +74,22 @@ class Loop:
         silent.
         """
         while True:
-            wait = min((d - time.monotonic() for d in deadlines(self.state)), default=_IDLE_S)
-            self._backlog = min(self._backlog, self._events.qsize())
-            if not self._events.empty() and (wait > 0 or self._ticked or self._backlog):
-                self._ticked, self._backlog = False, max(0, self._backlog - 1)
+            now = time.monotonic()
+            wait = max(min((d - now for d in deadlines(self.state)), default=_IDLE_S), self._settled_at - now)
+            if not self._events.empty() and (wait > 0 or self._ticked):
+                self._ticked = False
                 return self._events.get_nowait()
             if not self._events.empty():
                 self._ticked = True
                 return Tick()
-            event, is_late = await self._wait_within(max(_SHORTEST_S, min(wait, _IDLE_S)))
-            if is_late:
-                await asyncio.sleep(_SETTLED_S)
-                self._backlog = self._events.qsize()
+            wait = max(_SHORTEST_S, min(wait, _IDLE_S))
+            event: Event | None = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    event = await self._events.get()
+            if is_late := time.monotonic() - now > wait + PAUSED_S:
+                self._settled_at = time.monotonic() + _SETTLED_S
             if event is not None:
                 return event
             if not is_late:
                 return Tick()
-
-    async def _wait_within(self, seconds: float) -> tuple[Event | None, bool]:
-        """Wait for an event, and return whether the wait was much longer."""
-        began, event = time.monotonic(), None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                event = await self._events.get()
-        return event, time.monotonic() - began > seconds + PAUSED_S

@@ -148,10 +148,12 @@ class HttpClient:
             connection, kept = self._connection(origin, cancelled)
             try:
                 return Answer(url, connection.request("GET", target, sent, cancelled), connection, self)
-            except (OSError, http.client.HTTPException):
+            except (OSError, http.client.HTTPException) as e:
                 connection.close()
                 if not kept:  # a kept one may have been hung up at any time: no fault of the server's
                     raise
+                if isinstance(e, TimeoutError):  # the network has forgotten it, and so the others: each would cost as long
+                    self._close_idle(origin)
             except BaseException:
                 connection.close()
                 raise
@@ -165,6 +167,12 @@ class HttpClient:
                 return Connection(origin, self._context() if origin.scheme == "https" else None, self._patience, cancelled), False
             if connection.alive:
                 return connection, True
+            connection.close()
+
+    def _close_idle(self, origin: Origin) -> None:
+        with self._lock:
+            idle = self._idle.pop(origin, [])
+        for connection in idle:
             connection.close()
 
     def give_back(self, connection: Connection, *, reusable: bool) -> None:

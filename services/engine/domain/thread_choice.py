@@ -18,7 +18,7 @@ from statistics import median
 
 PAIRS = 8
 LEAST_PAIRS = 3
-MARGIN = 1.1
+MARGIN = 1.03
 FAR = 2.0
 """A number of threads is far slower if its fastest step takes this many times the other's."""
 FIRST_STEPS = 64

@@ -1,6 +1,7 @@
 """Debian's Chromium, driven by Playwright.
 
-Playwright's own browsers are downloads of its vendor and are not used.
+Playwright's own browsers are downloads of its vendor and are not used. The headless shell is the
+same engine without windows, toolbars and extensions, and takes half the CPU time.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-CHROMIUM = shutil.which("chromium")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium-headless-shell")
 TIMEOUT_MS = 30_000
 expect.set_options(timeout=TIMEOUT_MS)
 _SERIOUS = {"serious", "critical"}

@@ -23,10 +23,15 @@ def bound_logs(home: Home) -> None:
 
 def tail(path: Path, lines: int) -> list[str]:
     """The last `lines` lines; empty for a file that is not there."""
+    return tail_with_end(path, lines)[0]
+
+
+def tail_with_end(path: Path, lines: int) -> tuple[list[str], int]:
+    """Return the last `lines` lines, and the position of their end in the file, in bytes."""
     try:
         with path.open("rb") as f:
             f.seek(0, 2)
             f.seek(max(0, f.tell() - max(4096, lines * 1024)))
-            return f.read().decode(errors="replace").splitlines()[-lines:]
+            return f.read().decode(errors="replace").splitlines()[-lines:], f.tell()
     except OSError:
-        return []
+        return [], 0

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from thaw.cli import logs
 from thaw.cli.gateway import error_of
 from thaw.cli.logs import _format_line, _new_lines, log_files
 from thaw.errors import CommandError
@@ -69,6 +71,24 @@ def test_logs_are_rotated_at_the_size_limit(home: Home, monkeypatch: pytest.Monk
         writer.write("after\n")
     assert path.read_text() == "after\n"
     assert path.with_suffix(".log.1").read_text() == "one\ntwo\nthree\n"
+
+
+def test_lines_written_while_the_first_are_printed_are_followed(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, gone = home.log("gateway"), home.log("gone")
+    gone.write_text("last\n")
+    printed: list[str] = []
+
+    def print_and_write(_: object, found: dict[str, list[str]]) -> None:
+        if not printed:
+            with gateway.open("a") as f:
+                f.write("four\n")
+            gone.unlink()
+        printed.extend(line for lines in found.values() for line in lines)
+
+    monkeypatch.setattr(logs, "_print", print_and_write)
+    monkeypatch.setattr(logs, "_follow", lambda print_new, _: print_new())
+    logs._show_local(Console(quiet=True), {"gateway": gateway, "gone": gone}, 2, follow=True)
+    assert printed == ["two", "three", "last", "four"]
 
 
 def test_json_lines_are_for_people() -> None:

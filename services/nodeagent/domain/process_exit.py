@@ -22,7 +22,10 @@ def on_exit(transition: Transition, event: EngineExited) -> None:
         )
         if event.returncode != 0:  # else it is detached, and its executor runs on
             isolation.on_executor_exited(transition, instance)
-        clean = instance.state is InstanceState.DRAINING and event.returncode == 0
+        # The exit status of an earlier agent's child is unknown: one that drained was asked to end.
+        is_suspending = instance.suspend_state.pausing or instance.suspend_state.freezing
+        is_expected = event.returncode == 0 or (event.returncode is None and not is_suspending)
+        clean = instance.state is InstanceState.DRAINING and is_expected
         process_gone(transition, instance, None if clean else event.error, event.charges)
 
 

@@ -269,6 +269,19 @@ def test_an_unowned_engine_is_drained() -> None:
     assert [type(f) for f in World().hear(e.EngineReported(report("stray")))] == [e.RequestDrain]
 
 
+def test_idle_engine_that_an_earlier_agent_stopped_has_not_failed() -> None:
+    """Its answer, upon which the stop is recorded, was lost with that agent."""
+    before = World()
+    ready(before)
+    before.hear(e.StopCommand(stop(only_if_idle=True), 2))
+    world = World()
+    world.hear(e.Adopted(before["i"], alive=True, error=ERROR))
+    world.hear(e.EngineReported(report(state="draining")))
+    world.hear(e.EngineExited("i", 7, None, ERROR))
+    ended(world)
+    assert state(world) is InstanceState.STOPPED
+
+
 def test_engine_that_is_forked_after_its_start_has_failed_is_drained() -> None:
     """Its launcher was stopped for so long that it did not answer."""
     world = World()

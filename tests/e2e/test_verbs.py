@@ -152,7 +152,7 @@ def test_every_error_is_one_json_document(mesh: Thaw) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "code"), [("localhost:8080", "bad_setting"), ("http://[::1", "failed"), ("http://127.0.0.1:1", "no_gateway")]
+    ("url", "code"), [("localhost:8080", "bad_setting"), ("http://[::1", "bad_setting"), ("http://127.0.0.1:1", "no_gateway")]
 )
 def test_an_unreachable_address_is_named(mesh: Thaw, monkeypatch: pytest.MonkeyPatch, url: str, code: str) -> None:
     monkeypatch.setitem(mesh.environment, "THAW_URL", url)

@@ -55,7 +55,7 @@ LOADER_STATUS_PERIOD_S = 10.0
 LOADERS_AT_ONCE = 100
 _RETRY_S = 0.2
 _FAILED_S = 1.0
-"""Pause after the failure of a task beside the term."""
+"""Pause before a failed task of the term begins again."""
 _TERM_ERRORS = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, NatsError, TimeoutError, StaleEpoch)
 
 
@@ -175,7 +175,10 @@ async def _record_held(held: HeldMemory, handlers: Handlers) -> None:
 
 
 async def _repeat(name: str, timer: Background) -> None:
-    """Run a task that never returns; without it the term would continue and lack what it does."""
+    """Run a task that never returns, and begin it again if it fails.
+
+    Its failure does not end the term, which would otherwise continue without it.
+    """
     while True:
         try:
             await timer()
@@ -199,7 +202,7 @@ async def _background_tasks(
 ) -> AsyncIterator[None]:
     """Run the tasks beside a term: timers, and the watch on migrations.
 
-    One that fails is logged and begun again.
+    A task that fails is logged and begun again.
     """
 
     async def tick() -> None:

@@ -69,7 +69,7 @@ class Parent:
                 self._stopping = True
                 self._send(signal.Signals(received.si_signo))
             elif not self._stopping and not self._hung and time.monotonic() - self._looked_at >= LOOK_S:
-                self._look()  # however many orphans end: as process 1 it is notified of each
+                self._look()  # also while orphans end all the time: process 1 gets a signal for each
 
     def _reap(self) -> int | None:
         """Reap all exited children; return the service's status if it is among them."""

@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()  # Python's own flush at the end would report a broken pipe
-    except BrokenPipeError:  # whatever read the output has left; what is still buffered goes nowhere
+    except BrokenPipeError:  # the reader of the output has ended; the rest of the buffer is discarded
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status

@@ -182,8 +182,8 @@ class _Readable:
 def _connect(host: str, port: int, deadline: float, cancelled: threading.Event | None) -> socket.socket:
     """A TCP connection to the first address of `host` that answers, not blocking.
 
-    Each address may take an equal part of the time that is left: one that is silent, as of a
-    network without IPv6, must leave time for the others.
+    Each address may take an equal part of the time that is left: an address that never answers
+    (IPv6 without a route) must leave time for the others.
     """
     failure = OSError(f"{host} has no address")
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

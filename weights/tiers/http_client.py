@@ -116,7 +116,7 @@ class HttpClient:
             return self._follow(url, headers, cancelled, home or url)
         except OSError:  # a wrong certificate is a ValueError too
             raise
-        except ValueError as e:  # of a redirect: a port or an address that is none, a name that is too long
+        except ValueError as e:  # an invalid port or IPv6 address, or a host name that is too long
             raise http.client.InvalidURL(f"an invalid URL, of the source or of a redirect: {e}") from e
 
     def _follow(self, url: str, headers: Mapping[str, str] | None, cancelled: threading.Event | None, home: str) -> Answer:
@@ -152,7 +152,7 @@ class HttpClient:
                 connection.close()
                 if not kept:  # a kept one may have been hung up at any time: no fault of the server's
                     raise
-                if isinstance(e, TimeoutError):  # the network has forgotten it, and so the others: each would cost as long
+                if isinstance(e, TimeoutError):  # the network dropped it, and probably the others: each would time out too
                     self._close_idle(origin)
             except BaseException:
                 connection.close()

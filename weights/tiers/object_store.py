@@ -56,7 +56,7 @@ _METADATA_CONNECT = timedelta(seconds=1)
 _METADATA_WITHIN = timedelta(seconds=5)
 _SIGNED_FOR_S = 3600
 _NEW_S = 10.0
-"""A signature of this age is not renewed if the store refuses it: it has another reason."""
+"""A younger signature is not renewed if the store refuses it: the reason is another one."""
 _AT_ONCE = 8
 _PIECE_BYTES = 1024 * 1024
 _NOT_FOUND = "status code: 404"
@@ -187,7 +187,7 @@ class _Signed:
         self._url, self._until, self._since = "", 0.0, 0.0
 
     def renew(self) -> bool:
-        """Have the next call sign the URL again. Returns False if the signature is new."""
+        """Make the next call sign the URL again; return False if the signature is new."""
         if time.monotonic() - self._since < _NEW_S:
             return False
         self._until = 0.0

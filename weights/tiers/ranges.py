@@ -40,7 +40,7 @@ class RemoteFile:
 
     `size` and `validator` (an ETag or Last-Modified) hold for every answer; None: whatever the
     first answer says. `headers`: of the first answer. `key`: for the store that the file is in.
-    `renew()` has `url()` sign the URL again; False if the signature is new.
+    `renew()` makes `url()` sign again; it returns False if the signature is new.
     `whole_only`: the server has shown that it knows no ranges.
     """
 
@@ -185,7 +185,7 @@ class RangeReader:
                 if answer.url != file.url():
                     raise Retry(f"the server refused access ({status})")
             elif file.renew is not None and (answer.url != file.url() or file.renew()):
-                # The credentials of the signature have expired before it, which no URL says.
+                # The credentials expired before the signature, which the URL does not show.
                 raise Retry(f"the server refused access ({status})")
             raise self._refused(file.where, status)
         if status in RETRIED_STATUSES:

@@ -15,7 +15,7 @@ OWN = ""
 """Cause of work that no start of another model made necessary."""
 _NOTHING: Mapping[str, int] = {}
 _MAX_CAUSES = 64
-"""Causes that are kept. A new one replaces the one without work for longest, which was reported."""
+"""Causes that are kept. A new cause replaces the one without work for longest, already reported."""
 
 
 @dataclass(slots=True)
@@ -146,6 +146,6 @@ class StepCosts:
             self._add_background(OWN, unreported)
 
     def _add_background(self, cause: str, seconds: float) -> None:
-        self.background_s[cause] = self.background_s.pop(cause, 0.0) + seconds  # the last one now
+        self.background_s[cause] = self.background_s.pop(cause, 0.0) + seconds  # moved to the end
         if len(self.background_s) > _MAX_CAUSES:
             del self.background_s[next(c for c in self.background_s if c != OWN)]

@@ -54,7 +54,7 @@ from shared.telemetry.tracing import context_of, record_phases
 
 log = logging.getLogger(__name__)
 _CAUSES = 64
-"""Causes of work that are remembered: older ones have been reported."""
+"""Causes that are kept. A new cause replaces the one without work for longest, already reported."""
 _KEPT_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
 
 
@@ -239,7 +239,7 @@ class Serving(RequestServer[_Stream]):
 
     def _count_background(self, seconds: float, caused_by: str = "") -> None:
         if seconds > 0:
-            self._background_s[caused_by] = self._background_s.pop(caused_by, 0.0) + seconds  # the last one now
+            self._background_s[caused_by] = self._background_s.pop(caused_by, 0.0) + seconds  # moved to the end
             self._all_background_s += seconds
         if len(self._background_s) > _CAUSES:
             del self._background_s[next(cause for cause in self._background_s if cause)]

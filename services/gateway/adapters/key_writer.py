@@ -267,7 +267,7 @@ class KeyWriter:
 
         Raises:
             NotFound: The key was revoked meanwhile.
-            Conflict: The record is another one.
+            Conflict: The record was changed meanwhile.
         """
         value = key.model_dump_json().encode()
         changed = Conflict(f"The API key {key.name} was changed meanwhile. Repeat the request", should_retry=True)

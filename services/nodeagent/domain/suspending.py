@@ -40,7 +40,7 @@ from shared.contracts.node import RESERVATION, InstanceState, StopInstance, Susp
 from shared.errors import DeadlineExceeded, EngineFailed, InstanceBusy, Unavailable, Unreachable
 
 _LOST = frozenset({DeadlineExceeded.code, Unavailable.code, Unreachable.code})
-"""Errors in place of an engine's answer: it may have done what it was asked to."""
+"""Errors of requests without an answer: the engine may have carried them out."""
 IN_HOST_MEMORY: tuple[SuspendWay, ...] = ("cuda", "sleep_cuda")
 """Methods whose snapshots are host memory of frozen processes."""
 LEAK_FACTOR = 1.25
@@ -173,7 +173,7 @@ def on_pause_answered(transition: Transition, event: PauseAnswered) -> None:
     1. Reply to commands that waited for it.
     2. Busy: asked again when the engine reports that it is idle.
     3. No answer possible: stopped.
-    4. No command wants it any more, or the answer was lost and it may be paused: it serves again.
+    4. No command needs the pause any more, or the answer was lost: the engine serves again.
     5. Paused: frozen.
     """
     instance = transition.find(event.instance_id)

@@ -243,7 +243,7 @@ class Executors:
         try:
             write_record(self._record_path(executor_id), record.model_dump_json())
             self._prune_logs()
-        except OSError as e:  # it runs; only the next agent would not find it
+        except OSError as e:  # the executor serves; only the next agent will not find it
             log.error("failed to write an executor's record", extra={"executor": executor_id, "error": str(e)})
         log.info("executor started", extra={"executor": executor_id, "device": device, "pid": pid})
         return record
@@ -254,7 +254,7 @@ class Executors:
         for path in (self._record_path(record.executor_id), self._current_path(record.executor_id)):
             try:
                 path.unlink(missing_ok=True)
-            except OSError as e:  # its process has ended, and the next agent finds that out
+            except OSError as e:  # the next agent finds that its process has ended
                 log.error("failed to remove an executor's record", extra={"path": str(path), "error": str(e)})
 
     def _prune_logs(self) -> None:

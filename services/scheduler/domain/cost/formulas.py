@@ -17,9 +17,8 @@ ENGINE = ("container", "attach", "context", "libraries")
 """The engine's process starts while weights arrive."""
 AFTER = ("init", "compile", "capture", "restore", "profile")
 """Needs both the process and the weights."""
-
-
 _SHORTEST_INTERVAL_S = 1e-3
+"""Bounds the rate of requests that arrived at once."""
 
 
 def load_s(nbytes: int, slowest: float, queue_s: float = 0.0) -> float:
@@ -92,7 +91,7 @@ def request_rate(requests: int, within_s: float, unused_s: float) -> float:
         requests: Requests so far.
         within_s: Seconds in which they arrived.
         unused_s: Seconds since the last one: a model that has been idle for longer than usual is
-            expected to be idle for half as long again (as in `reuse_odds`).
+            expected to stay idle for half of that time (as in `reuse_odds`).
     """
     return 1.0 / max(within_s / requests, unused_s / 2, _SHORTEST_INTERVAL_S) if requests > 0 else 0.0
 

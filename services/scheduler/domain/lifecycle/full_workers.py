@@ -2,7 +2,7 @@
 
 1. They are made with their group, in the same decision.
 2. The instance that replaces the group on the device uses the promise. If it ends while the group
-   serves on, because its start has failed, say, the memory is promised again if it is still free.
+   serves on (its start has failed, say), the memory is promised again if it is still free.
 3. A promise ends with its group, however that ends; once the group is to stop; when its model
    changes; when its node is cordoned or gone; and when a whole instance of the model is on its
    device. It also ends where the memory of a device turns out to be less than was promised.

@@ -143,7 +143,7 @@ def put(state: ClusterState, entity: Entity) -> bool:
 
 
 def _is_needed(state: ClusterState, plan: PlanRecord) -> bool:
-    """Return whether a plan is pending, or has promises that a new leader restores."""
+    """True if a plan is pending, or has promises that a new leader restores."""
     if plan.outcome == "pending":
         return True
     chosen, group = plan.chosen, state.instances.get(plan.instance_id or "")

@@ -35,7 +35,8 @@ class AddModels(Request):
         default=False, description="Allow another source for a model that is registered; without it the request is a conflict."
     )
     before: tuple[ModelSpec, ...] = Field(
-        default=(), description="Registered specs that the new ones were made from; others meanwhile are a conflict."
+        default=(),
+        description="Registered specs that the new ones were made from. If one has changed meanwhile, the request is a conflict.",
     )
 
 

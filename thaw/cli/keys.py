@@ -376,8 +376,8 @@ def _or_dash(value: float | None) -> str:
 def _time(at: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
-    except (OSError, OverflowError, ValueError):  # beyond what the C library knows
-        return "in a distant future"
+    except (OSError, OverflowError, ValueError):  # outside the range of the C library
+        return "far in the future"
 
 
 def _has_inference_key(keys: KeyList) -> bool:

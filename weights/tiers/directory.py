@@ -128,7 +128,9 @@ def _regular_files(directory: Path) -> list[tuple[Path, os.stat_result]]:
         below = [p for d in top if d.is_dir() and not d.name.startswith(".") for p in d.iterdir()]
         return [(p, p.stat()) for p in (*top, *below) if p.is_file()]
     except OSError as e:
-        raise CheckpointInvalid(f"{directory} cannot be listed: {e.strerror}; give the loader's user access") from e
+        raise CheckpointInvalid(
+            f"{directory} cannot be listed: {e.strerror}; give the loader's user access, and repeat if files were being removed"
+        ) from e
 
 
 def disk_of(path: Path) -> str:

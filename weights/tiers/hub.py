@@ -192,7 +192,8 @@ def _typed(repo: str, revision: str | None) -> Iterator[None]:
         ) from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:  # a proxy's page, for example
         raise Unavailable(
-            f"{where} is not complete in the local cache, and what answers is no hub ({type(e).__name__}): check HF_ENDPOINT and the proxy",
+            f"{where} is not complete in the local cache, and the server that answered is not a hub ({type(e).__name__}): "
+            "check HF_ENDPOINT and the proxy",
             should_retry=True,
         ) from e
 

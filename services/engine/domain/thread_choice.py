@@ -18,6 +18,7 @@ from statistics import median
 
 PAIRS = 8
 LEAST_PAIRS = 3
+"""Pairs of steps before a trial may end sooner: fewer may all be disturbed by other processes."""
 MARGIN = 1.03
 FAR = 2.0
 """A number of threads is far slower if its fastest step takes this many times the other's."""
@@ -56,8 +57,8 @@ class ThreadChoice:
         single, full = self._trial()
         if len(single) != len(full):
             return
-        times = min(single) / min(full)
-        if len(single) < PAIRS and (len(single) < LEAST_PAIRS or 1 / FAR < times < FAR):
+        ratio = min(single) / min(full)
+        if len(single) < PAIRS and (len(single) < LEAST_PAIRS or 1 / FAR < ratio < FAR):
             return
         before, self.chosen = self.chosen, self.threads if median(full) * MARGIN < median(single) else 1
         self._interval = min(self._interval * 2, MOST_STEPS) if self.chosen == before else FIRST_STEPS

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 
@@ -65,8 +66,7 @@ def test_a_wrong_address_of_the_gateway_is_named(
 
 
 @pytest.mark.parametrize("parse", [parse_duration, parse_size])
-def test_numbers_without_end_are_no_amounts(parse: object) -> None:
-    assert callable(parse)
+def test_numbers_without_end_are_no_amounts(parse: Callable[[str], float]) -> None:
     with pytest.raises(ValueError, match="is not"):
         parse(f"{LARGE}.0{'d' if parse is parse_duration else 'GB'}")
 

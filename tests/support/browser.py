@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium-headless-shell")
@@ -57,6 +58,10 @@ def serious_findings(page: Page) -> list[str]:
 def log_in(page: Page, url: str, key: str) -> None:
     """Log in to the console of a gateway."""
     page.goto(f"{url}/ui")
-    page.get_by_label("API key").fill(key)
+    field = page.get_by_label("API key")
+    try:
+        field.fill(key)
+    except PlaywrightTimeout as e:
+        raise AssertionError(f"the page asks for no key: {page.locator('body').inner_text()!r}") from e
     page.get_by_role("button", name="Log in").click()
     page.get_by_role("navigation", name="Pages").wait_for()

@@ -68,6 +68,12 @@ async def test_a_stream_becomes_lines_with_durations_at_the_end() -> None:
     assert await t.end(6.0) == b""
 
 
+async def test_tokens_that_arrive_at_once_took_some_time() -> None:
+    t = translator()
+    last = lines(t.feed(delta(content="né") + ending("length"), 2.0))[-1]
+    assert (last["eval_count"], last["eval_duration"]) == (2, 1)
+
+
 @given(st.lists(st.integers(1, 200), max_size=20), st.sampled_from([b"\n", b"\r\n"]))
 def test_a_stream_may_be_cut_anywhere(cuts: list[int], newline: bytes) -> None:
     stream = (delta(content="né") + b"event: x\n: y\n\n" + delta(content="日本") + ending()).replace(b"\n", newline)

@@ -75,7 +75,7 @@ class Durations:
             fields["prompt_eval_duration"] = _ns(prefill_s)
         fields["eval_count"] = usage.get("completion_tokens") or 0
         if first_s is not None:
-            fields["eval_duration"] = _ns(total_s - first_s)
+            fields["eval_duration"] = max(1, _ns(total_s - first_s))  # clients divide tokens by it
         return fields
 
 

@@ -1,7 +1,6 @@
 """Debian's Chromium, driven by Playwright.
 
-Playwright's own browsers are downloads of its vendor and are not used. The headless shell is the
-same engine without windows, toolbars and extensions, and takes half the CPU time.
+Playwright's own browsers are downloads of its vendor and are not used.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
-CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium-headless-shell")
+CHROMIUM = shutil.which("chromium")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 TIMEOUT_MS = 30_000
 expect.set_options(timeout=TIMEOUT_MS)
 _SERIOUS = {"serious", "critical"}

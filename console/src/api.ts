@@ -1,5 +1,6 @@
 // Requests to the gateway. The session is a cookie that this script cannot read.
 
+const SESSION_TIMEOUT_MS = 10_000;
 const CHANGE = { "x-thaw-console": "1", "content-type": "application/json" };
 
 export interface Session {
@@ -46,7 +47,19 @@ export function send(path: string, body?: unknown, signal?: AbortSignal, method 
   return fetch(`/ui${path}`, { method, headers: CHANGE, body: content, signal });
 }
 
-export const session = (): Promise<Session> => get("/session");
+/** Without it the page shows nothing: unlike others, this request has a time limit. */
+export async function session(): Promise<Session> {
+  const late = new AbortController();
+  const timer = window.setTimeout(() => late.abort(), SESSION_TIMEOUT_MS);
+  try {
+    return await decode(await fetch("/ui/session", { signal: late.signal }));
+  } catch (error) {
+    throw late.signal.aborted ? new ApiError("The gateway does not answer. This page asks it again.", 0) : error;
+  } finally {
+    window.clearTimeout(timer);
+  }
+}
+
 export const admin = (path: string): Promise<any> => get(`/api/admin/v1/${path}`);
 export const change = (path: string, body?: unknown): Promise<any> => post(`/api/admin/v1/${path}`, body);
 export const patch = async (path: string, body: unknown): Promise<any> => decode(await send(`/api/admin/v1/${path}`, body, undefined, "PATCH"));

@@ -34,6 +34,7 @@ function useRoute(): string[] {
   useEffect(() => {
     const changed = () => setRoute(read());
     window.addEventListener("hashchange", changed);
+    changed(); // the address may have changed since the first render
     return () => window.removeEventListener("hashchange", changed);
   }, []);
   return route;

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 from rich.console import Console
 
 from services.gateway.authorization import hash_key
@@ -276,6 +276,39 @@ def test_page_reconnects_after_its_gateway_was_killed(page: Page, mesh: Thaw, cl
     expect(page.get_by_role("status")).to_be_hidden()
     ask(client, "one")
     expect(page.get_by_role("button", name=re.compile("^one ready"))).to_be_visible()
+
+
+def test_address_that_changes_while_the_page_starts_is_shown(browser: Browser, mesh: Thaw) -> None:
+    with opened(browser) as (page, faults):
+        # After the first render, and before the page listens to changes of the address.
+        page.add_init_script(
+            "new MutationObserver((_, observer) => {"
+            " if (document.querySelector('nav')) { observer.disconnect(); location.hash = '#/models'; }"
+            "}).observe(document, {childList: true, subtree: true})"
+        )
+        log_in(page, mesh.url, mesh.endpoints["admin_key"])
+        expect(page.get_by_role("heading", name="Models", level=1)).to_be_visible()
+        assert faults == []
+
+
+def test_first_request_that_gets_no_answer_is_sent_again(browser: Browser, mesh: Thaw) -> None:
+    asked: list[Route] = []
+
+    def answer_all_but_the_first(route: Route) -> None:
+        asked.append(route)
+        if len(asked) > 1:
+            route.continue_()
+
+    with opened(browser) as (page, _):
+        page.clock.install()
+        page.route("**/ui/session", answer_all_but_the_first)
+        page.goto(f"{mesh.url}/ui")
+        expect(page.get_by_text("Connecting")).to_be_visible()
+        until(lambda: bool(page.evaluate("true") and asked), what="the first request")  # handlers run in calls of the page
+        page.clock.fast_forward(10_000)
+        expect(page.get_by_role("alert")).to_contain_text("does not answer")
+        page.clock.fast_forward(2_000)
+        expect(page.get_by_label("API key")).to_be_visible()
 
 
 def test_pages_fit_a_narrow_window_with_all_their_parts_open(page: Page, client: openai.OpenAI) -> None:

@@ -72,6 +72,7 @@ async def test_tokens_that_arrive_at_once_took_some_time() -> None:
     t = translator()
     last = lines(t.feed(delta(content="né") + ending("length"), 2.0))[-1]
     assert (last["eval_count"], last["eval_duration"]) == (2, 1)
+    assert last["total_duration"] == last["load_duration"] + last["prompt_eval_duration"] + 1
 
 
 @given(st.lists(st.integers(1, 200), max_size=20), st.sampled_from([b"\n", b"\r\n"]))

@@ -76,6 +76,8 @@ class Durations:
         fields["eval_count"] = usage.get("completion_tokens") or 0
         if first_s is not None:
             fields["eval_duration"] = max(1, _ns(total_s - first_s))  # clients divide tokens by it
+            parts = fields["load_duration"] + fields["prompt_eval_duration"] + fields["eval_duration"]
+            fields["total_duration"] = max(fields["total_duration"], parts)
         return fields
 
 

@@ -168,8 +168,10 @@ def test_external_servers_are_used_and_the_endpoint_may_speak_https(thaw: Thaw, 
 
 
 def test_an_external_server_that_cannot_be_used_is_named_at_once(thaw: Thaw, database_url: str) -> None:
-    port = free_port()
     guarded = NatsServer(config='authorization { user: "thaw", password: "right" }')
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))  # it refuses connections, and no other process can take the port
+    port = held.getsockname()[1]
     try:
         for variable, url, words, remedy in (
             ("THAW_NATS_URL", f"nats://127.0.0.1:{port}", f"NATS: 127.0.0.1:{port} does not answer", "THAW_NATS_URL"),
@@ -181,11 +183,12 @@ def test_an_external_server_that_cannot_be_used_is_named_at_once(thaw: Thaw, dat
             thaw.environment[variable] = url
             error = thaw.error("up", "--detach", "--port", str(thaw.port))
             del thaw.environment[variable]
-            assert error["code"] == "server_unusable"
+            assert error["code"] == "server_unusable", error
             assert words in error["message"]
             assert "wrong" not in error["message"]
             assert remedy in error["remedy"]
     finally:
+        held.close()
         guarded.close()
     assert not (thaw.home / "run" / "supervisor.json").exists()
 

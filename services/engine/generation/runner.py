@@ -11,7 +11,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from services.engine.generation.kv_cache import PackedBatch, PackedCache, RangeMemory, SequenceKV, Slice, packed
 from services.engine.generation.lora_layers import LoraAdapter, LoraSpan, LoraSpans, PatchedLayers, apply_lora
-from services.engine.generation.step_threads import StepThreads
 
 WARM_UP = (1, 1)
 """One short step reads every weight once, which maps its pages and compiles kernels.
@@ -76,7 +75,6 @@ class PackedRunner:
         self.kv_memory: RangeMemory | None = None
         """Memory of further states; None: torch allocates it."""
         self._patched = PatchedLayers(model)
-        self._threads = StepThreads(device)
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +112,7 @@ class PackedRunner:
             positions += range(row.start, row.start + len(row.tokens))
             last.append(len(ids) - 1)
         batch = PackedBatch([Slice(row.state, row.start, len(row.tokens)) for row in rows])
-        with torch.inference_mode(), packed(batch), apply_lora(spans), self._threads.for_step(len(ids)):
+        with torch.inference_mode(), packed(batch), apply_lora(spans):
             output = self._model(
                 input_ids=torch.tensor([ids], device=self._device),
                 position_ids=torch.tensor([positions], device=self._device),

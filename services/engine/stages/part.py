@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from services.engine.generation.kv_cache import PackedBatch, PackedCache, Slice, packed
-from services.engine.generation.step_threads import StepThreads
 from shared.contracts.stages import LayerRange
 from shared.errors import UnsupportedArchitecture
 from weights.formats.execution_order import Position, position_of
@@ -31,7 +30,6 @@ class StagePart:
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.dtype = model.dtype
         self._model = model
-        self._threads = StepThreads(device)
         self._incoming: torch.Tensor | None = None
         self._outgoing: torch.Tensor | None = None
         found = _own_layers(model, layers)
@@ -67,7 +65,7 @@ class StagePart:
         else:
             self._incoming = arguments["inputs_embeds"] = hidden.to(self.device)[None]
         try:
-            with torch.inference_mode(), packed(PackedBatch(slices)), self._threads.for_step(len(positions)):
+            with torch.inference_mode(), packed(PackedBatch(slices)):
                 if self.layers.is_last:
                     logits: torch.Tensor = self._model(**arguments, logits_to_keep=torch.tensor(last, device=self.device)).logits[0]
                     return logits.to(self.dtype)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers as tf
 
-from services.engine.domain.thread_choice import FIRST_STEPS, PAIRS
 from services.engine.generation.kv_cache import SequenceKV, Slice
 from services.engine.generation.runner import PackedRunner, Row
 from services.engine.model import checkpoint
@@ -66,36 +65,6 @@ def test_stages_compute_what_the_whole_model_does(family: str, tmp_path: Path) -
             starts = [start + len(tokens) for start, tokens in zip(starts, new, strict=True)]
             new = [[int(row.argmax())] for row in expected]
     finally:
-        segment.unlink()
-
-
-def test_trials_of_threads_change_no_logits_of_one_engine_or_of_stages(tmp_path: Path) -> None:
-    """Each step has one token; the trials use one thread and four in turn."""
-    directory, cpu, before = write(tmp_path, CONFIGS["llama-tied"]), torch.device("cpu"), torch.get_num_threads()
-    segment = WrittenSegment(directory).write()
-    try:
-        card = card_of(directory)
-        start = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=1, log_path="unused")
-        bound = bind_model(directory, segment.attached(), start, ModelCache())
-        kind = checkpoint.model_class(bound.config, card, directory)
-        parts = [StagePart(bind_part(kind, bound.config, bound.segment, torch.float32, r), r, cpu) for r in split_layers(3, 3)]
-        logits: dict[int, list[torch.Tensor]] = {}
-        for threads in (1, 4):
-            torch.set_num_threads(threads)
-            runner = PackedRunner(bound.model, cpu)
-            own, theirs = runner.new_state(), [SequenceKV() for _ in parts]
-            found = logits[threads] = []
-            for at in range(FIRST_STEPS + 2 * PAIRS + 4):
-                token = int(found[-1][0].argmax()) if found else 7
-                found.append(runner.forward([Row(own, at, [token])]))
-                passed: torch.Tensor | None = None
-                for part, state in zip(parts, theirs, strict=True):
-                    passed = part.compute([Slice(state, at, 1)], [token], passed)
-                assert passed is not None
-                assert torch.equal(passed.float(), found[-1])
-        assert all(torch.equal(a, b) for a, b in zip(logits[1], logits[4], strict=True))
-    finally:
-        torch.set_num_threads(before)
         segment.unlink()
 
 

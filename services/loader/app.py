@@ -40,6 +40,7 @@ from shared.messaging import Mesh
 from shared.private import make_private
 from shared.runtime import report_ready
 from shared.tasks import end, wait_for_first
+from shared.telemetry.logs import LogRateLimit
 from weights.devices.opening import Devices, has_driver, load_driver, with_arenas
 from weights.devices.pacing import Pacer
 from weights.devices.probe import group_bytes
@@ -230,7 +231,8 @@ async def _serve_mesh(settings: LoaderSettings, stop: asyncio.Event, loader: Loa
     await files.stop()
     if mesh.lost.is_set():
         return 1
-    await mesh.publish(subject, loader.status(await asyncio.to_thread(sharing.status)))
+    with contextlib.suppress(NatsError):
+        await mesh.publish(subject, loader.status(await asyncio.to_thread(sharing.status)))
     await mesh.stop()
     return 0
 
@@ -256,10 +258,17 @@ def pool_bytes() -> int:
 
 
 async def _broadcast(mesh: Mesh, loader: Loader, sharing: Sharing, subject: str) -> None:
+    failures = LogRateLimit()
     while True:
         shared = await asyncio.to_thread(sharing.status)
         began = time.monotonic()
-        await mesh.publish(subject, loader.status(shared))
+        try:
+            await mesh.publish(subject, loader.status(shared))
+        except NatsError as e:  # the next status has the same content
+            if failures.allows(type(e).__name__):
+                log.warning("failed to publish the loader's status", extra={"error": repr(e)})
+        else:
+            failures.reset()
         pause_s = between_statuses_s(time.monotonic() - began)
         await asyncio.sleep(pause_s)
         with contextlib.suppress(TimeoutError):

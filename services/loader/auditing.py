@@ -38,7 +38,8 @@ class Auditor:
         if any(a.violations for a in found.values()):
             await asyncio.sleep(_CONFIRM_AFTER_S)
             again = await self._audit_once()
-            found = {d: confirm(found[d], a) for d, a in again.items()}
+            # A GPU that was opened meanwhile was audited once: nothing of it is confirmed yet.
+            found = {d: confirm(found[d], a) if d in found else replace(a, violations=()) for d, a in again.items()}
         self._record({d: a.violations for d, a in found.items()})
         return tuple(self._result(d, a) for d, a in found.items())
 

@@ -382,8 +382,8 @@ class SeparateDevice:
                 if not self.lender.wait_for_pages(arena.holder, self._pages.short_pages):
                     raise
                 continue
-            self.lender.end_shortage(arena.holder)
-            return
+            break
+        self.lender.end_shortage(arena.holder)  # also that of an arena which was released while it waited
 
     def settle(
         self, arena: PagedArena, index: int, key: str, digests: Mapping[str, str], *, copied_bytes: int, is_from_peer: bool = False

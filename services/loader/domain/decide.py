@@ -139,7 +139,8 @@ def _join(state: State, event: Prepare | Attach, now: float) -> Decision:
     if entry.stage is Stage.FAILED and not known:
         return start(state, entry, wanted)
     if entry.stage is Stage.LEAVING:
-        return put(state, replace(entry, again=entry.again or wanted)), ()
+        again = entry.again if entry.again is not None and not (entry.again.background and not wanted.background) else wanted
+        return put(state, replace(entry, again=again)), ()
     if entry.stage is Stage.CACHED:
         entry = replace(entry, stage=Stage.COMPLETE)
         state = replace(state, chunks=chunks.mark(state.chunks, entry.run, cached=False))

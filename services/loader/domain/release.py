@@ -24,7 +24,8 @@ def release(state: State, event: Release, now: float) -> Decision:
     entry = state.held_by(event.instance_id)
     if entry is not None:
         state, more = release_hold(state, entry, event.instance_id, now, keep=event.keep)
-        effects = (*effects, *more)
+        # The instance's own weights may evict those of its adapters, which were cached just before.
+        effects = tuple(e for e in (*effects, *more) if not isinstance(e, WriteRecord) or is_whole(state, e.key))
     else:
         entry = next((e for e in state.entries.values() if event.instance_id in e.released_by), None)
     left = state.entries.get(entry.key) if entry is not None else None

@@ -32,7 +32,9 @@ from services.loader.domain.events import (
     Vacated,
 )
 from services.loader.domain.lifecycle import LOST_AFTER_S, MISSING_FOR_S
+from services.loader.domain.state import State
 from tests.unit.loader.played import ERROR, VACATE, Played, card, granted, loaded
+from weights.pool.chunks import Chunks
 
 
 def test_concurrent_prepares_start_one_load() -> None:
@@ -222,3 +224,29 @@ def test_adapters_are_released_with_their_instance() -> None:
     assert [e.run for e in effects if isinstance(e, Vacate)] == [2, 1]
     [refused] = p.do(Attach(7, "a+other", card("w3"), "index"))
     assert isinstance(refused, Refused)
+
+
+def test_adapters_that_are_evicted_for_their_instance_s_weights_are_not_recorded() -> None:
+    p = Played(State(chunks=Chunks(64, budget=150)))
+    p.do(Prepare(1, "a", card(pin=True), 1))
+    granted(p)
+    p.do(Completed("w1", 1))
+    p.do(Attach(2, "a+lora", card("w2"), "complete"))
+    granted(p, "w2", 2)
+    p.do(Completed("w2", 2))
+    effects = p.do(Release(3, "a"))
+    assert set(p.state.entries) == {"w1"}
+    assert [e.key for e in effects if isinstance(e, WriteRecord)] == ["w1"]
+    assert [e.run for e in effects if isinstance(e, Vacate)] == [2]
+    assert effects[-1] == Freed(3, 0, 100)
+
+
+def test_a_load_after_an_eviction_has_the_priority_of_the_request_that_waits_for_it() -> None:
+    p = loaded("a")
+    assert p.do(Release(5, "a")) == VACATE
+    p.do(Attach(6, "prefetch", card(), "complete", local=True, background=True))
+    p.do(Attach(7, "b", card(), "index"))
+    p.do(Attach(8, "other", card(), "complete", local=True, background=True))
+    _, start = p.do(Reclaimed("w1", 1, 100))
+    assert isinstance(start, StartRun)
+    assert not start.background

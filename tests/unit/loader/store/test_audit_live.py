@@ -7,22 +7,26 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from services.loader import auditing
-from services.loader.domain.ownership import unowned_arenas
+from services.loader.domain.ownership import Arenas, unowned_arenas
 from services.loader.domain.state import State
 from services.loader.local_socket import LocalReaders, listening
+from services.loader.loop import Loop
 from shared.contracts.audit import AuditMemory, DeviceAudit, MemoryAudited
 from shared.contracts.segment import Extent, PagesHandle
 from tests.unit.loader.pools import mapper
+from tests.unit.loader.store.test_auditing import snapshot
 from tests.unit.loader.store.test_separate import Model, load
 from tests.unit.loader.store.test_separate_live import BENCHES, PAGES, TENSORS, SeparateBench, model
 from weights.client import audit_memory
 from weights.pool import shm
 from weights.store import separate
+from weights.store.auditing import Audit
 from weights.store.units import PAGE_BYTES
 
 
@@ -139,3 +143,15 @@ async def test_the_local_socket_answers_audits(bench: SeparateBench, tmp_path: P
     async with listening(tmp_path / "loader.sock", LocalReaders(bench.loader, shm.SHM, "socket")):
         [device] = await asyncio.to_thread(audit_memory, tmp_path / "loader.sock", 30.0)
     assert (device.device_id, device.free_pages, device.violations) == (bench.DEVICE, PAGES, ())
+
+
+async def test_a_device_that_is_opened_during_an_audit_has_no_confirmed_violation() -> None:
+    """The first audit found a violation; a GPU is opened by its first load before the second."""
+    device = snapshot()
+    bad = Audit(device, violations=("page 1 is nowhere",))
+    found_bad: tuple[Audit, Arenas] = (bad, {})
+    audits = iter([{"cpu:1": found_bad}, {"cpu:1": found_bad, "cuda:0": found_bad}])
+    copies = SimpleNamespace(audit=lambda: next(audits))
+    loop = SimpleNamespace(runs=SimpleNamespace(copies=copies), state=State(), changed=asyncio.Event())
+    found = await auditing.Auditor(cast(Loop, loop)).audit()
+    assert [d.violations for d in found] == [("page 1 is nowhere",), ()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from shared.errors import InsufficientMemory
 from tests.unit.loader.store.test_separate import HEAD, TENSOR, Model, check, fill, load, made, pages_of
 from weights.store import device_pages
 from weights.store.arena import PagedArena
+from weights.store.lending import Borrower
 from weights.store.separate import SeparateDevice
 from weights.store.units import PAGE_BYTES
 
@@ -75,3 +77,19 @@ def test_a_load_that_cannot_fit_whatever_it_shares_is_refused_before_it_is_read(
     with pytest.raises(InsufficientMemory):
         device.allocate(Model("large", *range(40, 53)).place(hashed=False))
     assert pages_of(device.pages()) == (2, 10, 0, 0)
+
+
+def test_a_load_that_is_released_while_it_waits_for_pages_lacks_none_any_more(device: SeparateDevice) -> None:
+    lender, asked = device.lender, threading.Event()
+    arena = device.allocate(BASE.place(hashed=False))
+    lender.open("kv", Borrower(floor=2))
+    assert len(lender.lend("kv", 12)) == 12
+    lender.on_change = asked.set
+    arena.fill(HEAD, BASE.address + HEAD, TENSOR)
+    assert asked.wait(30)
+    assert lender.target("kv") is not None
+    arena.release()
+    assert lender.target("kv") is None, "nothing needs the cache's pages"
+    assert lender.take_back("kv") == 0
+    assert len(lender.lend("kv", 12)) == 12, "the cache grows beyond its floor again"
+    lender.take_back("kv")

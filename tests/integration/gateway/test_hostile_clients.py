@@ -58,12 +58,14 @@ async def test_open_requests_are_bounded_in_bytes(node: FakeNode, serve: ServeFn
         await until(taken)
 
 
-async def test_incomplete_body_times_out_with_408(node: FakeNode, serve: ServeFn) -> None:
+@pytest.mark.parametrize("sent", [b"{", b""])
+async def test_incomplete_body_times_out_with_408(node: FakeNode, serve: ServeFn, sent: bytes) -> None:
     async with serve(body_timeout=0.3) as gateway:
         await until_listed(gateway, CARDS)
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.gateway_port)
         writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+            + sent
         )
         async with asyncio.timeout(60):
             answer = await reader.read()

@@ -50,13 +50,12 @@ async def read_body_or_beginning(receive: Receive, limit: int, reservation: Rese
 
 
 async def _read(body: _Body, receive: Receive, timeout_s: float) -> None:
-    if not body.add(await receive()):
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not body.add(await receive()):
-                    pass
-        except TimeoutError:
-            raise RequestTimeout(f"The body was not complete within {timeout_s:g} s. Repeat the request") from None
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not body.add(await receive()):
+                pass
+    except TimeoutError:
+        raise RequestTimeout(f"The body was not complete within {timeout_s:g} s. Repeat the request") from None
 
 
 class BodyReceiver:

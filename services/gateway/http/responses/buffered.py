@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.http.responses.openai_objects import Delta, Head, chat_logprobs, completion_logprobs, usage
+from services.gateway.http.responses.sliced_json import encode_in_slices
 from services.gateway.http.responses.tool_deltas import ToolDeltas, ToolOptions
+from shared.compact_json import encode_json
 from shared.contracts.inference import Answered, EmbeddingsFinished, InferStarted
 
 
@@ -62,6 +64,10 @@ class BufferedCompletion(_Buffered):
 
     def on_finished(self, message: Answered) -> None:
         self._usage = usage(message.usage)
+
+    async def encode(self) -> bytes:
+        """Encode the body."""
+        return encode_json(self.body())
 
     def body(self) -> dict[str, Any]:
         make = self._chat if self._head.object == "chat.completion" else self._completion
@@ -118,16 +124,21 @@ class BufferedEmbeddings(_Buffered):
             raise ValueError("an embedding request ended without vectors")
         self._last = message
 
-    def body(self) -> dict[str, Any]:
+    async def encode(self) -> bytes:
+        """Encode the body, vector by vector: thousands of them take a second as numbers."""
         if self._last is None:
             raise ValueError("not finished")
-        vectors: list[Any] = [_floats(v) for v in self._last.vectors] if self._as_floats else list(self._last.vectors)
-        return {
-            "object": "list",
-            "data": [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)],
-            "model": self._model,
-            "usage": {"prompt_tokens": self._last.usage.prompt_tokens, "total_tokens": self._last.usage.prompt_tokens},
-        }
+        vectors = enumerate(self._last.vectors)
+        return await encode_in_slices(
+            {
+                "object": "list",
+                "data": (
+                    {"object": "embedding", "index": i, "embedding": _floats(v) if self._as_floats else v} for i, v in vectors
+                ),
+                "model": self._model,
+                "usage": {"prompt_tokens": self._last.usage.prompt_tokens, "total_tokens": self._last.usage.prompt_tokens},
+            }
+        )
 
 
 class PassthroughOnly(_Buffered):
@@ -145,7 +156,7 @@ class PassthroughOnly(_Buffered):
     def on_finished(self, message: Answered) -> None:
         raise ValueError("the request ended without a response")
 
-    def body(self) -> Any:
+    async def encode(self) -> bytes:
         raise ValueError("there is no body")
 
 

@@ -154,7 +154,7 @@ class ResponseWriter:
                     return
                 data = self._failure(completion.error)
             elif is_done and not self._headers_sent and not self._streams:
-                await self._whole_response()(scope, receive, send)
+                await (await self._whole_response())(scope, receive, send)
                 return
             else:
                 data = self._take()
@@ -241,7 +241,7 @@ class ResponseWriter:
         self._owes_timing = False
         return data[:end] + self._late_headers() + data[end:]
 
-    def _whole_response(self) -> Response:
+    async def _whole_response(self) -> Response:
         request, passthrough = self._request, self._request.response.passthrough
         own = extra_headers(request)
         if self._settings.usage_headers and (used := format_usage(request)):
@@ -252,7 +252,7 @@ class ResponseWriter:
                 return json_response(error, passthrough.head.status, headers | {"content-type": "application/json"})
             return Response(body, passthrough.head.status, headers)
         assert not isinstance(self._sink, EventStream)
-        return json_response(self._sink.body(), headers=own)
+        return Response(await self._sink.encode(), 200, own, "application/json")
 
     async def _send(self, data: bytes, send: Send, more: bool) -> None:
         await self._send_headers(send)

@@ -8,6 +8,7 @@ from typing import Protocol
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
 
+from services.gateway.http.responses.sliced_json import encode_in_slices
 from shared.compact_json import encode_json
 
 _EVENTS = "text/event-stream"
@@ -89,7 +90,7 @@ class TranslatedSend:
 
     async def _complete(self) -> None:
         status, value = await self._translator.translate_body(self._start["status"], bytes(self._body), time.monotonic())
-        body = encode_json(value)
+        body = await encode_in_slices(value) if isinstance(value, dict) else encode_json(value)
         headers = MutableHeaders(scope=self._start)
         headers["content-type"], headers["content-length"] = "application/json", str(len(body))
         self._start["status"] = status

@@ -262,6 +262,21 @@ async def test_a_place_of_the_engine_stays_free_for_interactive_requests(client:
     assert (await ended(client, begun)).status == "cancelled"
 
 
+async def test_a_batch_whose_model_is_busy_does_not_hold_up_batches_of_others(node: FakeNode, serve: ServeFn) -> None:
+    engine = await node.engine("alpha", hang, capacity=3)
+    await node.engine("vectors")
+    async with serve(batch_concurrency=4) as gateway:
+        await until_listed(gateway, CARDS)
+        async with client_of(gateway) as client:
+            busy = await start(client, jsonl(*(line(i) for i in range(10))))
+            await engine.until(lambda: len(engine.requests) == 2)
+            asked = line(0, url="/v1/embeddings", body={"model": "vectors", "input": "x"})
+            other = await ended(client, await start(client, jsonl(asked), "/v1/embeddings"))
+            assert (other.status, len(engine.requests)) == ("completed", 2)
+            await client.batches.cancel(busy.id)
+            assert (await ended(client, busy)).status == "cancelled"
+
+
 async def test_request_that_the_engine_refuses_for_now_is_repeated(client: openai.AsyncOpenAI, node: FakeNode) -> None:
     seen: Counter[str] = Counter()
 

@@ -56,7 +56,7 @@ class BatchRun:
         """Prepare to run or to continue a batch.
 
         Args:
-            slots: One for each request that all batches may have at once.
+            slots: One for each request that all batches may have at once, while it is sent.
             started: Requests of all batches that have not ended, by model.
         """
         self._gateway = gateway
@@ -66,6 +66,8 @@ class BatchRun:
         self._batch = batch
         self._slots = slots
         self._started = started
+        self._turn = asyncio.Lock()
+        """Held by the request that waits for a place."""
         self._stop = asyncio.Event()
         self._results = Results(gateway.files, owner, batch.id, gateway.settings.files_bytes_per_key)
 
@@ -175,16 +177,16 @@ class BatchRun:
     # The requests.
 
     async def _answer_all(self) -> None:
+        unanswered = asyncio.Semaphore(self._gateway.settings.batch_concurrency)
         async with asyncio.TaskGroup() as group, contextlib.aclosing(self._lines()) as lines:
             async for line in lines:
                 if isinstance(line, BatchError) or self._results.has(line.number):
                     continue
-                await self._slots.acquire()
+                await unanswered.acquire()
                 if self._stop.is_set():
-                    self._slots.release()
                     break
                 task = group.create_task(self._answer(line), name="batch request")
-                task.add_done_callback(lambda _: self._slots.release())
+                task.add_done_callback(lambda _: unanswered.release())
 
     async def _answer(self, line: InputLine) -> None:
         """Send a request until its response is final, and store that."""
@@ -194,6 +196,7 @@ class BatchRun:
                 response = await self._send(line)
             finally:
                 self._started[line.model] -= 1
+                self._slots.release()
             if response is None:
                 return
             failures += 1
@@ -208,19 +211,33 @@ class BatchRun:
         return await call(self._api, self._batch.endpoint, line.body, self._key_hash, name, self._stop)
 
     async def _wait_for_place(self) -> bool:
-        """Wait until a request may start, and count it. Returns False if the batch is to stop."""
+        """Wait until a request may start, take a slot, and count it.
+
+        A request that waits for its model has no slot: batches of other models need them.
+
+        Returns:
+            False if the batch is to stop.
+        """
         model = self._batch.model or ""
         try:
             base = self._gateway.catalog.resolve(model).name
         except NotFound:  # it was removed: the request is answered with that
             base = model
-        while not self._stop.is_set():
-            load = load_of(self._gateway.dispatcher, base, self._started[model], time.monotonic())
-            if may_start(load, self._gateway.settings.batch_start_after_idle):
-                self._started[model] += 1
-                return True
-            await self._pause(_POLL_S)
+        async with self._turn:
+            while not self._stop.is_set():
+                if self._may_start(base):
+                    await self._slots.acquire()
+                    if self._may_start(base) and not self._stop.is_set():
+                        self._started[model] += 1
+                        return True
+                    self._slots.release()
+                await self._pause(_POLL_S)
         return False
+
+    def _may_start(self, base_model: str) -> bool:
+        started = self._started[self._batch.model or ""]
+        load = load_of(self._gateway.dispatcher, base_model, started, time.monotonic())
+        return may_start(load, self._gateway.settings.batch_start_after_idle)
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

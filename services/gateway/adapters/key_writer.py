@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from services.gateway.adapters.key_store import KeyStore, parse_key
 from shared.contracts import subjects
-from shared.contracts.keys import ApiKey, ChangeKey, KeyChanged, KeyLimits, NewKey, RotateKey
+from shared.contracts.keys import MAX_OVERLAP_S, ApiKey, ChangeKey, KeyChanged, KeyLimits, NewKey, RotateKey
 from shared.errors import Conflict, NotFound, StoreFull, ThawError, Unavailable
 from shared.messaging import Mesh
 from shared.messaging.full_stores import full_as
@@ -147,23 +147,28 @@ class KeyWriter:
     async def _rotate(self, name: str, rotation: RotateKey, actor: Actor) -> ApiKey:
         present = self._find(name)
         now = int(time.time())
-        digest = max(present, key=lambda d: _rank(present[d]))
-        old, replaced = present[digest], present.keys() - {digest}
-        if any((expires := present[d].expires) is None or expires > now for d in replaced):
+        newest = max(present.values(), key=_rank)
+        # More than one if NATS was lost during an earlier rotation: it is made up for here.
+        in_use = {d: key for d, key in present.items() if key is newest or _outlasts_rotation(key, newest)}
+        replaced = {d: key for d, key in present.items() if d not in in_use}
+        if any(key.expires is None or key.expires > now for key in replaced.values()):
             raise Conflict(f"The API key {name} is being rotated: its old key is still valid. Repeat the request later")
+        is_repeated = len(in_use) > 1 and in_use.pop(rotation.sha256, None) is not None
         until = now + rotation.overlap_s
         async with self._audited("rotate", name, actor, {"overlap_s": rotation.overlap_s}) as bucket:
             for expired in replaced:
                 await self._delete(bucket, expired)
-            await self._create(bucket, rotation.sha256, old.model_copy(update={"created": now}))
+            if not is_repeated:
+                await self._create(bucket, rotation.sha256, newest.model_copy(update={"created": now}))
             try:
-                expires = until if old.expires is None else min(until, old.expires)
-                await self._update(bucket, digest, old, old.model_copy(update={"expires": expires}))
+                for digest, old in in_use.items():
+                    await self._update(bucket, digest, old, old.model_copy(update={"expires": _earlier(until, old.expires)}))
             except (NotFound, Conflict):  # it was revoked or changed meanwhile: so must its successor be
                 await self._delete(bucket, rotation.sha256)
                 raise
             if rotation.overlap_s == 0:
-                await self._delete(bucket, digest)
+                for digest in in_use:
+                    await self._delete(bucket, digest)
         return self._find_newest(name)
 
     async def revoke(self, name: str, actor: Actor) -> ApiKey:
@@ -310,6 +315,11 @@ class KeyWriter:
 def _earlier(*times: int | None) -> int | None:
     """Return the first of some expiries; None is never."""
     return min((time for time in times if time is not None), default=None)
+
+
+def _outlasts_rotation(key: ApiKey, newest: ApiKey) -> bool:
+    """Return whether a key expires later than a whole rotation leaves it."""
+    return key.expires is None or key.expires > newest.created + MAX_OVERLAP_S
 
 
 def _rank(key: ApiKey) -> tuple[float, int]:

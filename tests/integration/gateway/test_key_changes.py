@@ -14,7 +14,7 @@ from services.gateway.adapters.key_writer import Actor, KeyWriter
 from services.gateway.authorization import hash_key
 from shared.contracts import subjects
 from shared.contracts.keys import ApiKey, ChangeKey, NewKey, RotateKey
-from shared.errors import Conflict, NotFound
+from shared.errors import Conflict, NotFound, Unavailable
 from tests.support.fake_engine import FakeNode
 
 ACTOR = Actor("root")
@@ -72,6 +72,28 @@ async def test_a_key_is_rotated_once_at_a_time(writer: KeyWriter, store: KeyStor
     found = await asyncio.gather(*rotations, return_exceptions=True)
     assert [type(f) for f in found] == [ApiKey, Conflict]
     assert store.find_named("alice").keys() == {hash_key("a"), hash_key("b")}
+
+
+@pytest.mark.parametrize("again", ["b", "c"])
+async def test_a_rotation_that_the_loss_of_nats_interrupts_can_be_repeated(
+    writer: KeyWriter, store: KeyStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    await writer.add(new_key("a"), ACTOR)
+
+    async def fail(*_: Any) -> None:
+        raise TimeoutError
+
+    with monkeypatch.context() as lost:
+        lost.setattr(KeyWriter, "_update", fail)
+        with pytest.raises(Unavailable):
+            await writer.rotate("alice", RotateKey(sha256=hash_key("b")), ACTOR)
+    assert store.find_named("alice").keys() == {hash_key("a"), hash_key("b")}
+    await writer.rotate("alice", RotateKey(sha256=hash_key(again), overlap_s=60), ACTOR)
+    found = {key: await stored(node, key) for key in {"a", "b", again}}
+    assert found.pop(again).expires is None
+    assert all(key.expires is not None for key in found.values())
+    with pytest.raises(Conflict, match="being rotated"):
+        await writer.rotate("alice", RotateKey(sha256=hash_key("d")), ACTOR)
 
 
 @pytest.mark.parametrize("overlap_s", [0, 60])

@@ -255,8 +255,10 @@ def format_reset(seconds: float) -> str:
     """Format a duration as OpenAI does: `120ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
-    minutes, rest = divmod(seconds, 60)
-    return f"{int(minutes)}m{rest:.0f}s" if minutes else f"{rest:.3g}s"
+    if seconds < 59.95:
+        return f"{seconds:.3g}s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest}s"
 
 
 def _refusal(key: ApiKey, lease: Lease) -> RateLimitExceeded:

@@ -190,7 +190,17 @@ def test_a_token_bucket_refills_to_its_capacity() -> None:
     assert bucket.level == 60
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0ms"), (0.0101, "11ms"), (1.5, "1.5s"), (60, "1m0s"), (367.2, "6m7s")])
+def test_a_token_bucket_earns_nothing_twice_if_a_time_is_older_than_the_last() -> None:
+    bucket = TokenBucket(60, 0.0, 0.0)
+    for now in (10.0, 4.0, 10.0):
+        bucket.refill(now)
+    assert bucket.level == 10
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0ms"), (0.0101, "11ms"), (1.5, "1.5s"), (59.97, "1m0s"), (60, "1m0s"), (119.7, "2m0s"), (367.2, "6m7s")],
+)
 def test_resets_are_formatted_as_openai_does(seconds: float, text: str) -> None:
     assert format_reset(seconds) == text
 

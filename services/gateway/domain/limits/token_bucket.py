@@ -25,9 +25,10 @@ class TokenBucket:
         return cls(per_minute, float(per_minute), now)
 
     def refill(self, now: float) -> None:
+        """Add what was earned until `now`, which may be older than the last time."""
         earned = max(0.0, now - self.updated_at) * self.per_minute / WINDOW_S
         self.level = min(float(self.per_minute), self.level + earned)
-        self.updated_at = now
+        self.updated_at = max(self.updated_at, now)
 
     def resize(self, per_minute: int, now: float) -> None:
         """Change the rate; what was used stays used."""

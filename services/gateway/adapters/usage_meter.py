@@ -206,17 +206,18 @@ class UsageMeter:
 
     async def flush(self) -> bool:
         """Report all records; return False if the ledger does not have all of them."""
-        if self._own is not None:
-            async with self.reporting:
-                self.unreported.cut(self._own.size)
-                is_done = await self._report_own(self._own)
-                self.unreported.confirm(self._own.position)
-            if not is_done:
-                return False
-            self._unsettled.clear()  # reported
-            self._rotate(self._own)
+        async with self.reporting:
+            if (own := self._own) is not None:
+                self.unreported.cut(own.size)
+                is_done = await self._report_own(own)
+                self.unreported.confirm(own.position)
+                if not is_done:
+                    return False
+                self._unsettled.clear()  # reported
+                if self._own is own:  # not closed meanwhile
+                    self._rotate(own)
         for spool in list(self._adopted):
-            if await self._report(spool):
+            if await self._report(spool) and spool in self._adopted:  # another call may have reported it
                 self._adopted.remove(spool)
                 spool.remove()
         return not self._adopted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway.adapters import usage_meter
 from services.gateway.adapters.usage_meter import UsageMeter
 from services.gateway.adapters.usage_spool import UsageSpool
 from services.gateway.domain.open_usage import OpenUsage
@@ -57,6 +59,35 @@ async def test_spool_that_cannot_be_read_now_is_reported_later(tmp_path: Path, m
     assert await meter.flush()
     assert mesh.reported == ["ended"]
     meter.close()
+
+
+async def test_two_reports_at_once_remove_a_spool_once(tmp_path: Path) -> None:
+    """The last report of a gateway that ends does not wait for the one in the background."""
+    spool = UsageSpool.open(tmp_path / "ended.usage")
+    assert spool is not None
+    spool.append(RECORD.line())
+    spool.close()
+    meter = UsageMeter(cast(Mesh, RefusingMesh("none")), "own", tmp_path)
+    meter.open()
+    assert all(await asyncio.gather(meter.flush(), meter.flush()))
+    meter.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_report_that_ends_after_the_meter_is_closed_begins_no_spool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ClosingMesh(RefusingMesh):
+        async def request(self, _: str, report: ReportUsage, __: Any) -> UsageRecorded:
+            meter.close()
+            return UsageRecorded(position=report.end)
+
+    monkeypatch.setattr(usage_meter, "_ROTATE_BYTES", 0)
+    meter = UsageMeter(cast(Mesh, ClosingMesh("none")), "own", tmp_path)
+    meter.open()
+    meter.record(RECORD)
+    assert await meter.flush()
+    assert [path.name for path in tmp_path.iterdir()] == ["own-0.usage"]
 
 
 async def test_reported_spool_that_cannot_be_removed_ends_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

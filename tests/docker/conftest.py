@@ -8,16 +8,21 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.docker.engine import COMPOSE_COMMANDS, Images, Project, build_images, compose_version, docker
+from tests.docker.engine import COMPOSE_COMMANDS, POLL_S, Images, Project, build_images, compose_version, docker
 from tests.docker.guarded import Guarded
 from tests.integration.loader.fake_hub import FakeHub
+from tests.support.by_folder import has_docker_setup_ended
 from tests.support.otlp import OtlpReceiver
 from thaw.demo.models import make_demo_model
+
+_SETUP_TIMEOUT_S = 600.0
+"""`.ci/run` limits the set-up to this, and ends it by itself."""
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +35,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 @pytest.fixture(scope="session")
 def engine() -> None:
     """Return a Docker Engine that responds, or skip the test."""
+    deadline = time.monotonic() + _SETUP_TIMEOUT_S
+    while not has_docker_setup_ended() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     if shutil.which("docker") is None:
         pytest.skip("needs a Docker Engine; there is no docker command")
     try:

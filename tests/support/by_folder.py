@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from pathlib import Path
 
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
@@ -48,6 +49,15 @@ def has_mesh(scope: str) -> bool:
     return scope == "swap" or scope.startswith(("chaos", "e2e"))
 
 
+def has_docker_setup_ended() -> bool:
+    """Return whether `.ci/run` has set up the Docker Engine, beside the first tests.
+
+    It makes the file that `THAW_TEST_DOCKER_READY` names at the end. Other runs set up none.
+    """
+    file = os.environ.get("THAW_TEST_DOCKER_READY")
+    return file is None or Path(file).exists()
+
+
 def next_scope(waiting: Collection[str], worker: int) -> str:
     """Return the scope that a worker runs next.
 
@@ -55,8 +65,9 @@ def next_scope(waiting: Collection[str], worker: int) -> str:
         waiting: In order of collection.
         worker: Its index.
     """
-    wanted = [s for s in waiting if has_mesh(s) == (worker < MESH_WORKERS)]
-    return next(iter(wanted or waiting))
+    ready = [s for s in waiting if s != "docker" or has_docker_setup_ended()]
+    wanted = [s for s in ready if has_mesh(s) == (worker < MESH_WORKERS)]
+    return next(iter(wanted or ready or waiting))
 
 
 class ByFolder(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

@@ -37,6 +37,16 @@ def test_some_workers_run_meshes_first_and_the_others_last() -> None:
     assert {next_scope(("chaos", "e2e"), worker) for worker in others} == {"chaos"}
 
 
+def test_tests_of_containers_run_last_until_the_docker_engine_is_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THAW_TEST_DOCKER_READY", str(tmp_path / "ready"))
+    other = MESH_WORKERS
+    assert next_scope(("docker", "e2e", "unit/cli"), other) == "unit/cli"
+    assert next_scope(("docker", "e2e"), other) == "e2e"
+    assert next_scope(("docker",), other) == "docker"  # its fixtures wait
+    (tmp_path / "ready").touch()
+    assert next_scope(("docker", "e2e", "unit/cli"), other) == "docker"
+
+
 def test_modules_with_the_shared_mesh_run_in_one_worker_before_the_one_that_ends_it() -> None:
     modules = (Path(__file__).resolve().parents[2] / "e2e").glob("test_*.py")
     sharing = {m.stem.removeprefix("test_") for m in modules if re.search(r"^SHARED = True$", m.read_text(), re.MULTILINE)}

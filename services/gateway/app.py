@@ -248,22 +248,23 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
     parsers = ParserProcess(_body_limits(settings))
     web = http_app(gateway, parsers, is_loopback=not is_exposed(settings, listener))
     batches = BatchRunner(gateway, web)
-    server = HttpServer(
-        uvicorn.Config(
-            web,
-            http=cast("type[BoundedProtocol]", partial(BoundedProtocol, connections=Connections(_connection_limits(settings)))),
-            loop="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=settings.idle_timeout,
-            timeout_graceful_shutdown=int(settings.drain_timeout + _FLUSH_TIMEOUT_S) + 1,
-            ssl_certfile=settings.tls_certificate,
-            ssl_keyfile=settings.tls_key,
-        ),
-        listener,
+    config = uvicorn.Config(
+        web,
+        http=cast("type[BoundedProtocol]", partial(BoundedProtocol, connections=Connections(_connection_limits(settings)))),
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=settings.idle_timeout,
+        timeout_graceful_shutdown=int(settings.drain_timeout + _FLUSH_TIMEOUT_S) + 1,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
     )
+    if fault := _load(config):
+        sys.stderr.write(f"gateway: cannot use TLS: {fault}; check THAW_TLS_CERTIFICATE and THAW_TLS_KEY\n")
+        return 1
+    server = HttpServer(config, listener)
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve(), name="http")
         log.info("listening", extra={"host": settings.gateway_host, "port": listener.getsockname()[1], "gateway": gateway.id})
@@ -283,6 +284,17 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         await parsers.close()
         await end(*background, *gateway.tasks)
     return 1 if lost else 0
+
+
+def _load(config: uvicorn.Config) -> str:
+    """Load the certificate and the key, if there are any, and return what is wrong with them."""
+    if config.ssl_keyfile is not None and config.ssl_certfile is None:
+        return "the key has no certificate"
+    try:
+        config.load()
+    except OSError as e:
+        return f"{config.ssl_certfile}: {e.strerror}"
+    return ""
 
 
 def _warn_about_access(gateway: Gateway) -> None:

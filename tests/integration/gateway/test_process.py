@@ -11,6 +11,7 @@ from asyncio.subprocess import Process
 from pathlib import Path
 
 import httpx
+import pytest
 
 from shared.ports import free_port
 from tests.integration.gateway.conftest import chat, until
@@ -58,6 +59,16 @@ async def test_a_wrong_setting_is_reported() -> None:
     status, log = await ended(await spawn(THAW_GATEWAY_PORT="eighty"))
     assert status == 2
     assert "gateway: THAW_GATEWAY_PORT: " in log
+
+
+@pytest.mark.parametrize("variables", [("CERTIFICATE",), ("CERTIFICATE", "KEY"), ("KEY",)])
+async def test_a_wrong_certificate_is_reported(tmp_path: Path, variables: tuple[str, ...]) -> None:
+    missing = {f"THAW_TLS_{variable}": str(tmp_path / "missing.pem") for variable in variables}
+    status, log = await ended(await spawn(THAW_GATEWAY_PORT="0", **missing))
+    assert status == 1
+    assert "gateway: cannot use TLS: " in log
+    assert "check THAW_TLS_CERTIFICATE" in log
+    assert "Traceback" not in log
 
 
 async def test_gateway_stops_while_nats_is_unreachable() -> None:

@@ -5,6 +5,7 @@ Texts and orders are arbitrary.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_events_rebuild_the_answer(deltas: list[tuple[int, str]], chat: bool, to
         choice = event["choices"][0]
         piece = choice["delta"].get("content", "") if chat else choice["text"]
         texts[choice["index"]] = texts.get(choice["index"], "") + piece
-    answer = whole.body()
+    answer = asyncio.run(whole.body())
     expected = {c["index"]: c["message"]["content"] if chat else c["text"] for c in answer["choices"]}
     assert {i: t for i, t in texts.items() if t} == {i: t for i, t in expected.items() if t}
     assert events[-1]["choices"][0]["finish_reason"] == "length"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any, Literal
@@ -145,7 +146,7 @@ def answered(script: Script, kind: str, cuts: list[tuple[int, Fault, bool]], uns
     world.run()
     assert world.request.completion.error is None, world.request.completion.error
     assert world.dispatcher.count_in_flight("alpha") == world.dispatcher.count_waiting("alpha") == 0
-    output = by_choice(sink.take()) if isinstance(sink, EventStream) else sink.body()
+    output = by_choice(sink.take()) if isinstance(sink, EventStream) else asyncio.run(sink.body())
     usage = world.request.stats.usage.model_copy(update={"device_s": 0.0})  # faults cost time, but no tokens
     return output, usage, world.request.resume_state.tokens
 

@@ -1,4 +1,4 @@
-"""Embeddings are encoded in time slices, as numbers and for other APIs."""
+"""Large responses are built in time slices: embeddings, and texts that may have tool calls."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.types import Message
 from services.gateway.http.parsing import cooperative
 from services.gateway.http.responses.buffered import BufferedEmbeddings
 from services.gateway.http.responses.sliced_json import encode_in_slices
+from services.gateway.http.responses.tool_deltas import ToolDeltas, ToolOptions
 from services.gateway.http.responses.translated_send import TranslatedSend
 from services.gateway.http.translation.ollama_requests import OllamaReply
 from services.gateway.http.translation.ollama_responses import OllamaTranslator
@@ -88,3 +89,13 @@ async def test_the_loop_runs_while_embeddings_are_encoded_for_ollama(ticks: Tick
 @pytest.mark.parametrize("data", [{}, {"a": []}, {"a": [1, {"b": ["é", None]}], "c": {"d": [1]}, "e": "text"}])
 async def test_encoding_in_slices_gives_the_same_json(data: dict[str, Any]) -> None:
     assert await encode_in_slices(data) == encode_json(data)
+
+
+async def test_the_loop_runs_while_a_long_text_is_searched_for_tool_calls(ticks: Ticks) -> None:
+    tools = ToolDeltas(ToolOptions({"f": {}}), "id")
+    tools.on_started("hermes")
+    text = "word " * 20_000
+    message, reason = await tools.message(0, text + '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "stop")
+    assert ticks.count >= len(text) // 1024
+    assert (message["content"].rstrip(), reason) == (text.rstrip(), "tool_calls")
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]

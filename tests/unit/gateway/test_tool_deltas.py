@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -69,7 +70,7 @@ def whole(form: ToolFormat | None, reason: str = "stop", **body: Any) -> dict[st
     sink.on_started(started(form))
     sink.chunk([{"index": 0, "text": TEXT, "finish_reason": reason}])
     sink.on_finished(LAST)
-    choice: dict[str, Any] = sink.body()["choices"][0]
+    choice: dict[str, Any] = asyncio.run(sink.body())["choices"][0]
     return choice
 
 

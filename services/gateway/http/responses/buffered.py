@@ -67,23 +67,24 @@ class BufferedCompletion(_Buffered):
 
     async def encode(self) -> bytes:
         """Encode the body."""
-        return encode_json(self.body())
+        return encode_json(await self.body())
 
-    def body(self) -> dict[str, Any]:
+    async def body(self) -> dict[str, Any]:
+        """Build the body. Long texts are searched for tool calls in time slices."""
         make = self._chat if self._head.object == "chat.completion" else self._completion
-        body = self._head.fields() | {"choices": [make(i, c) for i, c in sorted(self._choices.items())], "usage": self._usage}
+        body = self._head.fields() | {"choices": [await make(i, c) for i, c in sorted(self._choices.items())], "usage": self._usage}
         if self._token_ids and self._head.object == "chat.completion":
             body["prompt_token_ids"] = self._prompt_ids
         return body
 
-    def _chat(self, index: int, choice: _Choice) -> dict[str, Any]:
+    async def _chat(self, index: int, choice: _Choice) -> dict[str, Any]:
         content: dict[str, Any] = {"content": "".join(choice.text)}
         reason = choice.finish_reason or "stop"
         tools = ToolDeltas(self._tools, self._head.id) if self._tools is not None else None
         if tools is not None:
             tools.on_started(self._tool_format)
         if tools is not None and tools.is_active:
-            content, reason = tools.message(index, content["content"], reason)
+            content, reason = await tools.message(index, content["content"], reason)
         shape: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant"} | content | {"refusal": None, "annotations": []},
@@ -92,7 +93,7 @@ class BufferedCompletion(_Buffered):
         }
         return shape | {"token_ids": choice.token_ids} if self._token_ids else shape
 
-    def _completion(self, index: int, choice: _Choice) -> dict[str, Any]:
+    async def _completion(self, index: int, choice: _Choice) -> dict[str, Any]:
         shape: dict[str, Any] = {
             "text": "".join(choice.text),
             "index": index,

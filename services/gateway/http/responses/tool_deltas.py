@@ -8,9 +8,13 @@ from typing import Any
 from services.gateway.domain.tool_calls.parser import ToolCallParser
 from services.gateway.domain.tool_calls.pieces import Arguments, CallStarted, Piece, Reasoning, Text, call_id
 from services.gateway.domain.tool_calls.readers import Tools
+from services.gateway.http.parsing.cooperative import TimeSlice
 from shared.contracts.engines import ToolFormat
 from shared.contracts.openai import ChatCompletionRequest
 from shared.tool_calls.families import ALIASES
+
+_READ_AT_ONCE = 1024
+"""Characters of a whole choice between two looks at the time."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,16 @@ class ToolDeltas:
                 reason = "tool_calls"
         return [self._delta(index, piece) for piece in pieces], reason
 
-    def message(self, index: int, text: str, reason: str) -> tuple[dict[str, Any], str]:
+    async def message(self, index: int, text: str, reason: str) -> tuple[dict[str, Any], str]:
         """Return the content and the calls of a whole choice, and its finish reason."""
-        parser = self._parser(index)
+        parser, pieces, time_slice = self._parser(index), list[Piece](), TimeSlice()
+        for start in range(0, len(text), _READ_AT_ONCE):
+            pieces += parser.feed(text[start : start + _READ_AT_ONCE])
+            await time_slice.pause()
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[dict[str, Any]] = []
-        for piece in parser.feed(text) + parser.finish():
+        for piece in pieces + parser.finish():
             match piece:
                 case Text(text=added):
                     content.append(added)

@@ -134,12 +134,15 @@ class Zygote:
         # Until the child installs its own handlers, a signal would run the zygote's handler there
         # and be lost.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        log = -1
         try:
             log = os.open(start.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             pid = os.fork()
         except OSError as e:
             failure = EngineFailed(f"The engine process could not be forked: {e}")
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            if log >= 0:
+                os.close(log)
             self._send(peer, ZygoteFailure(instance_id=start.instance_id, error=failure.body()))
             return
         if pid == 0:

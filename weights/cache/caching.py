@@ -146,6 +146,22 @@ class CachingTier:
         self._in_turn, self._stop = in_turn, cancelled
         self.finish()
 
+    def wait_for_other(self, cancelled: threading.Event) -> None:
+        """Wait while another process fetches the model.
+
+        Returns when the cache has it, or when this load may fetch it (`caches`). Gives up after the
+        patience without progress, and soon after `cancelled`.
+        """
+        waited_since = time.monotonic()
+        while self._following and not (self.caches or self._whole is not None or self._closed):
+            if self._has_progressed():
+                waited_since = time.monotonic()
+            elif time.monotonic() - waited_since > self._patience_s:
+                log.warning("another process fetches this model without progress", extra={"source": self.source})
+                self._following = False
+            elif cancelled.wait(_POLL_S):
+                return
+
     def count_cached_bytes(self) -> tuple[int, int]:
         """Return the bytes that the disk has, and those of all files."""
         total = sum(f.size for f in self._files)

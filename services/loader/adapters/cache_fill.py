@@ -2,7 +2,8 @@
 
 A partial load keeps the ranges that it reads. `CacheFill` then fetches the rest: one model and one
 read at a time, after the reads of all loads on the same link. A new load of the model cancels the
-fetching, and continues the entry itself.
+fetching, and continues the entry itself. If another loader of this machine fetches the model, this
+one waits for it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ class _Fill:
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
-        self.done: Future[None] = Future()
+        self.done: Future[bool] = Future()
         self.cancelled = threading.Event()
+        self.gives_way = False
+        """It is cancelled because a load of the model continues it."""
         self.tier: CachingTier | None = None
         """The tier that fetches; None: it waits for another model, or has ended."""
         self._lock = threading.Lock()
@@ -64,10 +67,11 @@ class CacheFill:
         self._fills: dict[str, _Fill] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cache-fill")
 
-    def begin(self, card: ModelCard) -> Future[None]:
+    def begin(self, card: ModelCard) -> Future[bool]:
         """Fetch the missing ranges of the model, unless they are being fetched.
 
-        The result follows when that has ended, well or not.
+        The result follows when that has ended, well or not: True if a load of the model continues
+        it.
         """
         with self._lock:
             fill = self._fills.get(card.info.revision)
@@ -78,10 +82,18 @@ class CacheFill:
         return fill.done
 
     def cancel(self, weights_id: str) -> None:
+        """Cancel the fetching of a model, which nothing wants any more."""
+        with self._lock:
+            fill = self._fills.get(weights_id)
+        if fill is not None:
+            fill.cancel()
+
+    def give_way(self, weights_id: str) -> None:
         """Cancel the fetching of a model, because a load of it begins."""
         with self._lock:
             fill = self._fills.get(weights_id)
         if fill is not None:
+            fill.gives_way = True
             fill.cancel()
 
     def count_bytes(self, weights_id: str) -> tuple[int, int] | None:
@@ -100,7 +112,7 @@ class CacheFill:
         self._pool.shutdown(cancel_futures=True)
         for fill in fills:  # those that the shutdown has taken out of the queue did not run
             if not fill.done.done():
-                fill.done.set_result(None)
+                fill.done.set_result(False)
 
     def _run(self, fill: _Fill) -> None:
         name = fill.card.name
@@ -116,16 +128,19 @@ class CacheFill:
                 if self._fills.get(fill.card.info.revision) is fill:
                     del self._fills[fill.card.info.revision]
             if not fill.done.done():
-                fill.done.set_result(None)
+                fill.done.set_result(fill.gives_way)
 
     def _complete(self, fill: _Fill) -> None:
         card = fill.card
         tier = self._sources.open(card.info.source, card.info.revision, pinned=card.spec.pin)
         try:
-            if not isinstance(tier, CachingTier) or not tier.caches:
+            if not isinstance(tier, CachingTier):
+                return
+            fill.tier = tier
+            tier.wait_for_other(fill.cancelled)
+            if not tier.caches or fill.cancelled.is_set():
                 return
             link = self._links.get(tier.link, self._link_threads)
-            fill.tier = tier
             tier.complete(lambda nbytes, read: fill.read_in_turn(link, nbytes, read), fill.cancelled)
             tier.get_settled_event().wait()
         finally:

@@ -38,10 +38,12 @@ class DiskCopies:
         """
         if not is_remote(card.info.source):
             return
-        await self._wait_until_settled(card.info.revision)
-        if await asyncio.to_thread(self._is_here, card):
-            return
-        await self._download(card)
+        is_continued = True
+        while is_continued:
+            await self._wait_until_settled(card.info.revision)
+            if await asyncio.to_thread(self._is_here, card):
+                return
+            is_continued = await self._download(card)
         if not await asyncio.to_thread(self._is_here, card):
             raise self._full(card)
 
@@ -61,12 +63,13 @@ class DiskCopies:
         self._threads.run(wait)
         await settled.wait()
 
-    async def _download(self, card: ModelCard) -> None:
+    async def _download(self, card: ModelCard) -> bool:
+        """Fetch the model. Returns True if a load of it has begun, which continues the download."""
         weights_id = card.info.revision
         self._writers[weights_id] += 1
         try:
             # Cancelling the future itself would cancel it for the other calls, too.
-            await asyncio.shield(asyncio.wrap_future(self._runs.complete_on_disk(card)))
+            return await asyncio.shield(asyncio.wrap_future(self._runs.complete_on_disk(card)))
         except asyncio.CancelledError:
             if self._writers[weights_id] == 1:
                 self._runs.cancel_on_disk(weights_id)

@@ -81,6 +81,7 @@ class Run:
     Attributes:
         cancelled: Ends the run within a piece's time.
         wake: Set when the source is open, or the run is granted chunks or cancelled.
+        opened: Set when `tier` is, or when the run ends without one.
         read_bytes: Bytes read from the source so far, when reading has ended.
         kept_bytes: Bytes that are left in host memory after a copy to a device; None: all.
         wanted: Ranges of the segment that are being read; none: all of it.
@@ -94,6 +95,7 @@ class Run:
     timeline: Timeline = field(default_factory=lambda: Timeline("loader"))
     cancelled: threading.Event = field(default_factory=threading.Event)
     wake: threading.Event = field(default_factory=threading.Event)
+    opened: threading.Event = field(default_factory=threading.Event)
     granted: Future[tuple[tuple[int, ...], str | None]] = field(default_factory=Future)
     filling: Filling | None = None
     tier: Tier | None = None
@@ -117,6 +119,7 @@ class Run:
         order, began = self.order, time.monotonic()
         tier, directory, checkpoint = self._open_fastest()
         self.tier = tier
+        self.opened.set()
         phase = Phase.FETCH if tier.directory is None else Phase.LOAD
         stats, seconds = ReadStats(), 0.0
         try:
@@ -143,6 +146,7 @@ class Run:
     def call_off(self) -> None:
         self.cancelled.set()
         self.wake.set()
+        self.opened.set()
 
     def raise_priority(self) -> None:
         """Give the run a request's priority: one waits for it now."""

@@ -105,7 +105,7 @@ class Runs:
             found.is_reused = True
 
     def start(self, order: StartRun) -> None:
-        self._fill.cancel(order.weights_id)
+        self._fill.give_way(order.weights_id)
         run = self._runs[order.run] = Run(order, self._context, background=order.background)
         self._loads.submit(self._run_guarded, run)
 
@@ -131,15 +131,15 @@ class Runs:
 
     def wait_until_settled(self, weights_id: str) -> None:
         """Wait until these weights are written to the SSD cache, or will not be. Blocks."""
-        tiers = [r.tier for r in list(self._runs.values()) if r.order.weights_id == weights_id]
-        for tier in tiers:
-            if tier is not None:
-                tier.get_settled_event().wait()
+        for run in [r for r in list(self._runs.values()) if r.order.weights_id == weights_id]:
+            run.opened.wait()
+            if run.tier is not None:
+                run.tier.get_settled_event().wait()
 
-    def complete_on_disk(self, card: ModelCard) -> Future[None]:
+    def complete_on_disk(self, card: ModelCard) -> Future[bool]:
         """Fetch what the SSD cache lacks of a remote model, without a load of it.
 
-        The result follows when that has ended, well or not.
+        The result follows when that has ended, well or not: True if a load continues it.
         """
         return self._fill.begin(card)
 
@@ -198,6 +198,7 @@ class Runs:
             self._fail_run(run, ThawError(f"{type(e).__name__} while loading {order.card.name}: {e}"))
             return
         finally:
+            run.opened.set()
             with self._lock:
                 self.read_bytes += run.read_bytes
             record_phases(run.timeline.spans(), context_of(order.traceparent))

@@ -13,9 +13,13 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from services.loader.adapters.cache_fill import CacheFill
+from services.loader.adapters.cards import card_for
 from shared.errors import CheckpointInvalid, Unavailable
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
@@ -24,9 +28,11 @@ from weights.cache.caching import CachingTier
 from weights.cache.locks import FileLock
 from weights.cache.partial import PartialModel
 from weights.cache.store import SsdCache
+from weights.sources.sources import Sources
 from weights.tiers.http import HttpTier
 from weights.tiers.port import Tier
 from weights.tiers.retry import Backoff
+from weights.transfer.links import Links
 
 QUICK = Backoff(attempts=3, first_s=0.001, most_s=0.01)
 SHARD = "model-00001-of-00002.safetensors"
@@ -364,6 +370,39 @@ def test_follower_reads_the_source_after_its_patience(server: TierServer, cache:
     assert load(second, (SHARD,))[SHARD] == (server.directory / "m" / SHARD).read_bytes()
     first.close()
     settle(second)
+
+
+@pytest.mark.parametrize("ends", ["complete", "given up"])
+def test_a_download_to_the_disk_waits_for_another_process_and_takes_over_from_it(
+    server: TierServer, cache: SsdCache, ends: str
+) -> None:
+    first, card = opened(server, cache), card_for("http://s/m", "0" * 32, 1)
+    fill = CacheFill(cast(Sources, SimpleNamespace(open=lambda *_, **__: opened(server, cache))), links := Links("fair"), 2)
+    done = fill.begin(card)
+    load(first)
+    assert not done.done()
+    if ends == "complete":
+        settle(first)
+    else:
+        first.close()
+    assert not done.result(60)
+    assert cache.lookup(first.revision) is not None
+    fill.close()
+    links.close()
+
+
+def test_a_download_to_the_disk_waits_no_longer_than_its_patience(server: TierServer, cache: SsdCache) -> None:
+    first = opened(server, cache)
+    second = CachingTier(HttpTier(f"{server.url}/m", QUICK), cache, patience_s=0.1)
+    second.wait_for_other(threading.Event())
+    assert not second.caches
+    second.close()
+    third, cancelled = CachingTier(HttpTier(f"{server.url}/m", QUICK), cache, patience_s=3600.0), threading.Event()
+    cancelled.set()
+    third.wait_for_other(cancelled)
+    assert not third.caches
+    third.close()
+    first.close()
 
 
 def test_load_of_a_part_does_not_wait_for_the_load_of_another_part(server: TierServer, cache: SsdCache) -> None:

@@ -13,10 +13,13 @@ import pytest
 
 from services.loader.adapters.cache_fill import CacheFill
 from services.loader.adapters.disk_copies import DiskCopies
+from services.loader.adapters.run import Threads
 from services.loader.adapters.runs import Runs
+from services.loader.domain.effects import StartRun
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import StoreFull, Unavailable
 from tests.support.fake_node import model_info
+from weights.pool.memory import PoolMemory
 from weights.sources.sources import Sources
 from weights.transfer.links import Links
 
@@ -31,7 +34,7 @@ class Disk:
 
     def __init__(self) -> None:
         self.is_here = False
-        self.done: Future[None] = Future()
+        self.done: Future[bool] = Future()
         self.cancelled: list[str] = []
         self.begun = asyncio.Event()
         self.settled = threading.Event()
@@ -46,7 +49,7 @@ class Disk:
         """Wait for the loads, which write to the disk until the test ends them."""
         self.settled.wait()
 
-    def complete_on_disk(self, card: ModelCard) -> Future[None]:
+    def complete_on_disk(self, card: ModelCard) -> Future[bool]:
         self.begun.set()
         return self.done
 
@@ -79,7 +82,7 @@ async def test_a_cancelled_call_leaves_the_download_to_the_others() -> None:
     with pytest.raises(asyncio.CancelledError):
         await first
     disk.is_here = True
-    disk.done.set_result(None)
+    disk.done.set_result(False)
     await second
     assert disk.cancelled == []
 
@@ -88,9 +91,31 @@ async def test_a_download_that_is_not_kept_is_an_error() -> None:
     disk = Disk()
     disk.cache = cast(Any, type("Cache", (), {"root": "/cache"}))
     waiting = await disk.write()
-    disk.done.set_result(None)
+    disk.done.set_result(False)
     with pytest.raises(StoreFull, match="THAW_CACHE_BYTES"):
         await waiting
+
+
+async def test_a_download_that_a_load_continues_ends_with_the_load() -> None:
+    disk = Disk()
+    waiting = await disk.write()
+    disk.settled.clear()
+    disk.done.set_result(True)
+    disk.is_here = True
+    disk.settled.set()
+    await waiting
+
+
+async def test_a_download_begins_again_if_the_load_that_continues_it_is_cancelled() -> None:
+    disk = Disk()
+    waiting = await disk.write()
+    first, disk.done = disk.done, Future()
+    disk.begun.clear()
+    first.set_result(True)
+    await disk.begun.wait()
+    disk.is_here = True
+    disk.done.set_result(False)
+    await waiting
 
 
 async def test_calls_that_wait_for_loads_leave_threads_to_the_status() -> None:
@@ -125,5 +150,27 @@ def test_downloads_that_wait_in_the_queue_end_with_the_loader() -> None:
     closing.start()
     may_end.set()
     closing.join()
-    assert first.done()
-    assert second.done()
+    assert not first.result()
+    assert not second.result()
+
+
+def test_a_load_continues_the_download_of_its_model_and_is_waited_for() -> None:
+    """The load's source opens only after the call waits for it."""
+    asked, may_open, opened = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow:
+        def open(self, *_: object, **__: object) -> None:
+            asked.set()
+            may_open.wait()
+            opened.set()
+            raise Unavailable("The source cannot be reached")
+
+    runs = Runs(cast(PoolMemory, None), cast(Sources, Slow()), lambda event: None, Threads(1, 1))
+    download = runs.complete_on_disk(CARD)
+    asked.wait()
+    runs.start(StartRun(CARD.info.revision, 1, CARD))
+    threading.Timer(0.05, may_open.set).start()
+    runs.wait_until_settled(CARD.info.revision)
+    assert opened.is_set()
+    assert download.result()
+    runs.close()

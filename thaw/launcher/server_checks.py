@@ -13,6 +13,9 @@ from thaw.units import format_size
 _CONNECT_S = 3
 _START_S = 10
 """A new mesh must not fail because its machine is busy."""
+_UNREADABLE = "{} cannot be read: its host or its port is not valid"
+"""The error itself is not shown: it may have a part of the password."""
+_WRITE_AS = "Write it as {}, and in the password %23 for #, %2F for /, %3F for ? and %40 for @."
 
 
 def check_servers(plan: MeshPlan) -> None:
@@ -34,7 +37,11 @@ async def check_nats(url: str, timeout_s: int = _CONNECT_S) -> Finding:
 
     from shared.nats_urls import requires_tls
 
-    place = _without_secrets(url)
+    try:
+        place, *_ = [_without_secrets(server if "://" in server else f"nats://{server}") for server in url.split(",")]
+        tls_first = requires_tls(url.split(","))
+    except ValueError:
+        return Finding("nats", "fail", _UNREADABLE.format("THAW_NATS_URL"), _WRITE_AS.format("nats://user:password@host:port"))
     errors: list[Exception] = []
     client = Client()
 
@@ -48,7 +55,7 @@ async def check_nats(url: str, timeout_s: int = _CONNECT_S) -> Finding:
             allow_reconnect=False,
             max_reconnect_attempts=1,
             error_cb=note,
-            tls_handshake_first=requires_tls(url.split(",")),
+            tls_handshake_first=tls_first,
         )
     except (Error, OSError, TimeoutError) as e:
         await client.close()  # a refused login leaves its connection open
@@ -89,7 +96,12 @@ async def check_nats(url: str, timeout_s: int = _CONNECT_S) -> Finding:
 
 async def check_postgres(url: str, timeout_s: int = _CONNECT_S) -> Finding:
     """Check the servers of `url`: one of them accepts the login and writes."""
-    found = [await _check_postgres(server, timeout_s) for server in _servers(url)]
+    try:
+        servers = [(server, _without_secrets(server)) for server in _servers(url)]
+    except ValueError:
+        remedy = _WRITE_AS.format("postgresql://user:password@host:port/name")
+        return Finding("postgres", "fail", _UNREADABLE.format("THAW_DATABASE_URL"), remedy)
+    found = [await _check_postgres(server, place, timeout_s) for server, place in servers]
     return next((f for f in found if f.level == "ok"), found[-1])
 
 
@@ -100,10 +112,9 @@ def _servers(url: str) -> list[str]:
     return [urlunsplit(parts._replace(netloc=f"{user}{at}{host}")) for host in hosts.split(",")]
 
 
-async def _check_postgres(url: str, timeout_s: int) -> Finding:
+async def _check_postgres(url: str, place: str, timeout_s: int) -> Finding:
     import asyncpg
 
-    place = _without_secrets(url)
     try:
         connection = await asyncpg.connect(url, timeout=timeout_s, target_session_attrs="read-write")
     except (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError) as e:

@@ -68,7 +68,7 @@ def container(name: str, words: Sequence[str]) -> Server:
     ]
     server = _server(name, run, body)
     _limits(run, body)
-    if variables := dict(entry.split("=", 1) for entry in run.values("env") if "=" in entry):
+    if variables := dict(map(_variable, run.values("env"))):
         server.options["env"] = variables
     if devices := _devices(run.value("gpus") or ""):
         server.options["placement"] = {"devices": devices}
@@ -103,7 +103,8 @@ def _server(name: str, run: _Run, body: dict[str, Any]) -> Server:
     ports = [publish.rpartition(":")[2].partition("/")[0] for publish in run.values("publish")]
     if ports:
         body["port"] = int(ports[0])
-    mounts = [tuple(volume.split(":")) for volume in run.values("volume") if volume.startswith("/")]
+    volumes = [tuple(volume.split(":")) for volume in run.values("volume")]
+    mounts = [v for v in volumes if len(v) > 1 and v[0].startswith("/") and v[1].startswith("/")]
     engine = engine_of_image(run.image)
     try:
         if engine is None or run.value("entrypoint"):
@@ -119,9 +120,19 @@ def _server(name: str, run: _Run, body: dict[str, Any]) -> Server:
         if entrypoint := run.value("entrypoint"):
             body["entrypoint"] = [entrypoint]
         server.losses.append(("cmd", f"kept as arguments of the container, because {e}"))
+    for volume in (v for v in volumes if len(v) < 2 or not (v[0].startswith("/") and v[1].startswith("/"))):
+        server.losses.append(
+            ("cmd --volume", f"{':'.join(volume)} is no path of the host: write /host:/inside into container.mounts")
+        )
     if mounts:
         body["mounts"] = [":".join((*mount[:2], "ro" if mount[2:] and "ro" in mount[2].split(",") else "rw")) for mount in mounts]
     return server
+
+
+def _variable(entry: str) -> tuple[str, str]:
+    """Return name and value of `--env`. Without a value it is the variable of the node."""
+    name, equals, value = entry.partition("=")
+    return name, value if equals else f"${{{name}}}"
 
 
 def _on_host(path: str, mounts: Sequence[tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:

@@ -99,9 +99,9 @@ def _llama(words: Sequence[str], program: tuple[str, str] | None) -> Server:
     if "hf_repo" in given or "model" not in given:
         raise NotTranslatable("llama-server downloads the model itself")
     server.options["source"] = given.pop("model").value
-    slots = _parse_whole(given.pop("parallel", None)) or 1
+    slots = max(1, _parse_whole(given.pop("parallel", None)) or 1)  # -1: llama-server chooses
     context = _parse_whole(given.pop("ctx_size", None))
-    if context:
+    if context and context > 0:
         server.options["max_model_len"] = context // slots
     server.options["max_concurrency"] = slots  # llama-server divides its context among its slots
     if "n_gpu_layers" in given and given["n_gpu_layers"].values in (("99",), ("999",), ("-1",), ("all",), ("auto",)):

@@ -188,6 +188,24 @@ def test_container_commands_are_imported(tmp_path: Path, models: Path) -> None:
     assert not any("cmdStop" in path for path in lost)  # Thaw stops the container
 
 
+def test_volumes_that_are_no_paths_of_the_host_are_reported_and_variables_are_passed_on(tmp_path: Path, models: Path) -> None:
+    volumes = f"-v hf-cache:/root/.cache -v /data -v ~/m:/m -v /opt:/opt -v {models}:/models"
+    command = f"docker run {volumes} -e HF_TOKEN -e MODE=fast vllm/vllm-openai --model /models"
+    draft, found = imported(tmp_path, f"models: {{m: {{cmd: '{command}'}}}}")
+    container = found["m"].container
+    assert container is not None
+    assert container.mounts == ("/opt:/opt:rw",)
+    assert found["m"].env == {"HF_TOKEN": "${HF_TOKEN}", "MODE": "fast"}
+    reasons = [loss.reason for loss in draft.all_losses() if loss.path == "models.m.cmd --volume"]
+    assert [reason.split()[0] for reason in reasons] == ["hf-cache:/root/.cache", "/data", "~/m:/m"]
+
+
+def test_number_of_slots_that_llama_server_chooses_itself_is_left_out(tmp_path: Path, models: Path) -> None:
+    command = f"llama-server -m {models}/small.gguf -c 8192 -np -1"
+    _, found = imported(tmp_path, f"models: {{m: {{cmd: '{command}'}}}}")
+    assert (found["m"].max_model_len, found["m"].max_concurrency) == (8192, 1)
+
+
 @pytest.mark.parametrize(
     "command",
     [

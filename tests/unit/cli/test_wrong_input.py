@@ -7,17 +7,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
+from shared.contracts.findings import Finding
 from shared.contracts.keys import ApiKey, KeyList
 from thaw.cli.api import Api
 from thaw.cli.app import main
 from thaw.cli.completions import Completion, _absorb, _events
 from thaw.errors import CommandError
+from thaw.launcher.server_checks import check_nats, check_postgres
 from thaw.units import parse_duration, parse_size
 
 LARGE = "9" * 400
@@ -54,6 +56,18 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 )
 def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str], named: str, arguments: tuple[str, ...]) -> None:
     assert named in error_of(capsys, *arguments)
+
+
+@pytest.mark.parametrize("place", ["user:pa#ss@host:4222", "user:pa/ss@host:4222", "host:abc", "[::1:4222", "host:4222,[::1:4222"])
+@pytest.mark.parametrize(
+    ("check", "scheme", "name"), [(check_nats, "nats", "THAW_NATS_URL"), (check_postgres, "postgresql", "THAW_DATABASE_URL")]
+)
+async def test_urls_of_servers_that_cannot_be_read_are_named_without_their_password(
+    check: Callable[[str, int], Awaitable[Finding]], scheme: str, name: str, place: str
+) -> None:
+    found = await check(f"{scheme}://{place}", 1)
+    assert (found.level, found.text) == ("fail", f"{name} cannot be read: its host or its port is not valid")
+    assert "%23 for #" in found.remedy
 
 
 @pytest.mark.parametrize("url", ["http://[bad", "http://host:abc", "http://host:99999"])

@@ -335,7 +335,7 @@ class ModelSpec(ModelOptions):
         if self.network == "private":
             raise ValueError("stages and network: private exclude each other: ranks connect to each other")
         sizes = [self.engine_args.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
-        if math.prod(int(size) for size in sizes) != self.stages:
+        if math.prod(int(size) if str(size).isdecimal() else 0 for size in sizes) != self.stages:
             raise ValueError(
                 f"stages: {self.stages} needs as many ranks: set engine_args.tensor_parallel_size, or pipeline_parallel_size, so that "
                 f"their product is {self.stages}"

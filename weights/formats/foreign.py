@@ -6,6 +6,7 @@ The models may have any format; the description is a `ModelInfo`.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,13 +14,16 @@ from typing import Any, Literal
 from shared.contracts.model_info import LayerSizes, ModelInfo
 from shared.contracts.models import ENGINE_SOURCE, ModelSpec
 from shared.errors import CheckpointInvalid
-from weights.formats.checkpoint import parse_json, read_small
+from weights.formats.checkpoint import INDEX, parse_index, parse_json, read_small
 from weights.formats.gguf import Gguf, read_gguf
 from weights.formats.root import expand_user, mode_of
 from weights.formats.tokenizer import special_token_ids
 
 CONFIG = "config.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.engine")
+"""Engines read files of one kind, the first that is there."""
+_OF_TRAINING = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state.*)\.(bin|pt)")
+_GGUF_SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>(?!00000)\d{5})\.gguf")
 _KV_ITEM_BYTES = 2
 _GGUF_ENCODERS = ("bert", "nomic-bert", "jina-bert-v2")
 _UNKNOWN_CONTEXT = 4096
@@ -40,10 +44,28 @@ def describe_foreign(spec: ModelSpec) -> ModelInfo | None:
     path = expand_user(spec.source)
     if mode_of(path) is None:
         raise CheckpointInvalid(f"{path} does not exist on this node; copy the model there or correct its source")
-    path = path.resolve()
+    try:
+        return _describe_local(spec, _resolve(path))
+    except OSError as e:
+        raise CheckpointInvalid(
+            f"{e.filename or path} cannot be read: {e.strerror}; copy the whole model directory, or check its permissions and the disk"
+        ) from e
+
+
+def _resolve(path: Path) -> Path:
+    """Return `path` without links, but with a name that shows the kind of file.
+
+    In the hub's cache the files are links to blobs.
+    """
+    found = path.resolve()
+    return found if found.suffix == path.suffix or path.suffix != ".gguf" else path.parent.resolve() / path.name
+
+
+def _describe_local(spec: ModelSpec, path: Path) -> ModelInfo:
+    """Describe a model of files. Raises `OSError` if one cannot be read."""
     files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
-    if files and not (path / CONFIG).exists():
-        return _from_gguf(path, files)
+    if files and (spec.engine == "llamacpp" or not (path / CONFIG).exists()):
+        return _from_gguf(path, _shards_of(files[0]))
     if (path / CONFIG).is_file():
         return _from_config(path, divided=spec.stages > 1)
     raise CheckpointInvalid(f"{path} holds neither a .gguf file nor a config.json; source is a .gguf file or the model's directory")
@@ -66,6 +88,15 @@ def _describe_unread(spec: ModelSpec) -> ModelInfo:
     )
 
 
+def _shards_of(first: Path) -> list[Path]:
+    """Return all files of a GGUF model, by the name of one of them."""
+    found = _GGUF_SHARD.fullmatch(first.name)
+    if found is None:
+        return [first]
+    count = found["count"]
+    return [first.with_name(f"{found['name']}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
+
+
 def _from_gguf(path: Path, files: list[Path]) -> ModelInfo:
     """Describe a GGUF model.
 
@@ -81,12 +112,23 @@ def _from_gguf(path: Path, files: list[Path]) -> ModelInfo:
         value = first.metadata.get(f"{kind}.{name}", default)
         return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
 
-    heads = number("attention.head_count")
+    def list_heads(name: str) -> tuple[int, ...] | None:
+        """Return the heads of each layer, of models whose layers differ."""
+        value = first.metadata.get(f"{kind}.attention.{name}")
+        return tuple(max(0, v) for v in value) if isinstance(value, tuple) else None
+
+    layers, listed, kv_listed = number("block_count"), list_heads("head_count"), list_heads("head_count_kv")
+    heads = max(listed, default=0) if listed is not None else number("attention.head_count")
+    kv_heads = layers * number("attention.head_count_kv", heads)
+    if kv_listed is not None:
+        kv_heads = sum(kv_listed)
+    elif listed is not None and f"{kind}.attention.head_count_kv" not in first.metadata:
+        kv_heads = sum(listed)
     width = number("embedding_length")
     key = number("attention.key_length", width // heads if heads else 0)
     value = number("attention.value_length", key)
     task: Literal["generate", "embed"] = "embed" if kind in _GGUF_ENCODERS else "generate"
-    per_token = number("block_count") * number("attention.head_count_kv", heads) * (key + value) * _KV_ITEM_BYTES
+    per_token = kv_heads * (key + value) * _KV_ITEM_BYTES
     return ModelInfo(
         source=str(path),
         revision=_revision(files),
@@ -117,7 +159,7 @@ def _from_config(path: Path, *, divided: bool) -> ModelInfo:
         found = (config.get(n) for n in names)
         return next((v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
 
-    files = sorted({f for pattern in _WEIGHTS for f in path.glob(pattern)})
+    files = _weight_files(path)
     if not files:
         raise CheckpointInvalid(f"{path} has no weights ({', '.join(_WEIGHTS)})")
     heads = number("num_attention_heads", "n_head")
@@ -147,6 +189,21 @@ def _from_config(path: Path, *, divided: bool) -> ModelInfo:
         files=len(files),
         special_token_ids=special_token_ids(path, {f.name for f in path.iterdir()}),
     )
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """Return the files that hold the weights, each weight once.
+
+    Repositories often have several formats beside each other, and checkpoints of trainings have
+    files of their own.
+    """
+    kinds = ([f for f in path.glob(pattern) if not _OF_TRAINING.fullmatch(f.name)] for pattern in _WEIGHTS)
+    files = sorted(next(filter(None, kinds), []))
+    index = path / INDEX
+    if files and files[0].suffix == ".safetensors" and index.is_file():
+        named = set(parse_index(read_small(index), str(index)).values())
+        return [f for f in files if f.name in named] or files
+    return files
 
 
 def _tokenizer_settings(path: Path) -> Mapping[str, Any]:

@@ -24,14 +24,17 @@ _MAX_DIMENSIONS = 8
 _MAX_KEY_BYTES = 65_536
 _MAX_KEPT_STRING = 1 << 16
 _MAX_ARRAY = 16_000_000
+_MAX_KEPT_ARRAY = 4096
+"""Lists of numbers that have a value for each layer are shorter."""
 _MAX_NESTING = 2
 _STRING, _ARRAY, _BOOL = 8, 9, 7
+_INTEGERS = (0, 1, 2, 3, 4, 5, 10, 11)
 _SCALARS: dict[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 @dataclass(frozen=True)
 class Gguf:
-    """`metadata` holds scalars and strings; of an array only its length."""
+    """`metadata` holds scalars, strings and short lists of integers; of others only the length."""
 
     metadata: dict[str, Any]
     parameters: int
@@ -91,11 +94,14 @@ class _Reader:
             return self._array(nesting)
         return self.scalar(kind)
 
-    def _array(self, nesting: int) -> int:
+    def _array(self, nesting: int) -> int | tuple[int, ...]:
         kind = int(self.scalar(4))
         count = self.count(_MAX_ARRAY, "entries of a list")
         if nesting >= _MAX_NESTING:
             raise self.fault("its lists are nested too deep")
+        if kind in _INTEGERS and count <= _MAX_KEPT_ARRAY:
+            layout = f"<{count}{_SCALARS[kind]}"
+            return struct.unpack(layout, self.take(struct.calcsize(layout)))
         if kind in _SCALARS:
             self.skip(count * struct.calcsize(f"<{_SCALARS[kind]}"))
         else:

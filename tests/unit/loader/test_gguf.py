@@ -26,6 +26,10 @@ def entry(key: str, value: int | str) -> bytes:
     return text(key) + struct.pack("<II", 4, value)
 
 
+def numbers(key: str, *values: int) -> bytes:
+    return text(key) + struct.pack(f"<IIQ{len(values)}i", 9, 5, len(values), *values)
+
+
 def tokens(*names: str) -> bytes:
     return text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, len(names)) + b"".join(map(text, names))
 
@@ -118,3 +122,78 @@ def test_sources_of_foreign_engines_are_described(tmp_path: Path) -> None:
     info = describe_foreign(ModelSpec(name="m", engine="vllm", source=str(tmp_path)))
     assert info is not None
     assert (info.architecture, info.weights_bytes) == ("NewForCausalLM", 1000)
+
+
+def test_kv_cache_of_a_hybrid_model_is_that_of_its_attention_layers(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(gguf(*SOUND[:5], numbers("llama.attention.head_count_kv", 0, 2), tokens("a")))
+    info = describe_foreign(ModelSpec(name="m", engine="llamacpp", source=str(tmp_path)))
+    assert info is not None
+    assert info.kv_bytes_per_token == 2 * (16 + 16) * 2
+
+
+def test_heads_may_differ_by_layer(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(gguf(*SOUND[:4], numbers("llama.attention.head_count", 4, 2)))
+    info = describe_foreign(ModelSpec(name="m", engine="llamacpp", source=str(tmp_path)))
+    assert info is not None
+    assert info.kv_bytes_per_token == (4 + 2) * (16 + 16) * 2
+
+
+def test_memory_of_a_model_in_shards_is_that_of_all_of_them(tmp_path: Path) -> None:
+    """llama.cpp gets the first, and loads the others beside it."""
+    for number in (1, 2):
+        (tmp_path / f"m-0000{number}-of-00002.gguf").write_bytes(gguf(*SOUND, padding=256 * number))
+    whole = sum(f.stat().st_size for f in tmp_path.iterdir())
+    for source in (tmp_path, tmp_path / "m-00001-of-00002.gguf"):
+        info = describe_foreign(ModelSpec(name="m", engine="llamacpp", source=str(source)))
+        assert info is not None
+        assert (info.weights_bytes, info.files) == (whole, 2)
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(CheckpointInvalid, match="m-00002-of-00002"):
+        info_of(tmp_path / "m-00001-of-00002.gguf")
+
+
+def test_only_the_file_that_llamacpp_takes_of_a_directory_counts(tmp_path: Path) -> None:
+    for name in ("m-Q4.gguf", "m-Q8.gguf"):
+        (tmp_path / name).write_bytes(gguf(*SOUND))
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1}')
+    info = describe_foreign(ModelSpec(name="m", engine="llamacpp", source=str(tmp_path)))
+    assert info is not None
+    assert (info.weights_bytes, info.context_length) == (len(gguf(*SOUND)), 2048)
+
+
+def test_gguf_file_in_the_hubs_cache_is_a_link_to_a_blob(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(gguf(*SOUND))
+    (tmp_path / "m.gguf").symlink_to("blob")
+    info = describe_foreign(ModelSpec(name="m", engine="llamacpp", source=str(tmp_path / "m.gguf")))
+    assert info is not None
+    assert info.source == str(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_weights_in_several_formats_count_once(tmp_path: Path, index: bool) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NewForCausalLM"], "model_type": "new"}')
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(1000))
+    (tmp_path / "optimizer.pt").write_bytes(bytes(2000))
+    if index:
+        (tmp_path / "consolidated.safetensors").write_bytes(bytes(1000))
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    info = describe_foreign(ModelSpec(name="m", engine="vllm", source=str(tmp_path)))
+    assert info is not None
+    assert info.weights_bytes == 1000
+
+
+def test_files_of_a_training_are_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NewForCausalLM"], "model_type": "new"}')
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(1000))
+    (tmp_path / "training_args.bin").write_bytes(bytes(10))
+    info = describe_foreign(ModelSpec(name="m", engine="vllm", source=str(tmp_path)))
+    assert info is not None
+    assert (info.weights_bytes, info.files) == (1000, 1)
+
+
+def test_weights_that_are_links_to_nothing_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NewForCausalLM"], "model_type": "new"}')
+    (tmp_path / "model.safetensors").symlink_to("gone")
+    with pytest.raises(CheckpointInvalid, match=r"model\.safetensors cannot be read"):
+        describe_foreign(ModelSpec(name="m", engine="vllm", source=str(tmp_path)))

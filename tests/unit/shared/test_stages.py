@@ -91,3 +91,9 @@ def test_sizes_bound_a_stage() -> None:
     assert sizes.bytes_of(LayerRange(first=0, end=2, total=3)) == 25
     assert sizes.bytes_of(LayerRange(first=1, end=2, total=3)) == 10
     assert sizes.bytes_of(LayerRange(first=2, end=3, total=3)) == 17
+
+
+@pytest.mark.parametrize("size", [None, "two", [2]])
+def test_tensor_parallel_size_that_is_no_number_is_a_validation_error(size: Any) -> None:
+    with pytest.raises(ValidationError, match="needs as many ranks"):
+        ModelSpec(name="m", source="/m", engine="vllm", stages=2, engine_args={"tensor_parallel_size": size})

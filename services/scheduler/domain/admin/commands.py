@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from services.scheduler.domain.admin.lora_adapters import check_removal, resolve_infos, same_content
+from services.scheduler.domain.admin.lora_adapters import check_lora_options, check_removal, resolve_infos, same_content
 from services.scheduler.domain.effects import DeleteCatalog, PutCatalog, ReplyTo
 from services.scheduler.domain.events import (
     AddModelsRequested,
@@ -149,6 +149,7 @@ def _add(tx: Transaction, event: AddModelsRequested) -> None:
         if old is not None and old.card.spec == spec and (info is None or same_content(info, old.card.info)):
             unchanged.append(spec.name)
             continue
+        check_lora_options(spec)
         planned[spec.name] = _card(tx, old, spec, event.infos)
         _refuse_longer_context(planned[spec.name])
         _refuse_shared_code(spec)

@@ -23,6 +23,18 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's `max_lora_rank` may have (vllm/config/lora.py, 0.32)."""
 
 
+def check_lora_options(spec: ModelSpec) -> None:
+    """Raise `InvalidRequest` for options of vLLM's LoRA from which no memory can be computed."""
+    if spec.engine != "vllm" or not spec.engine_args.get("enable_lora"):
+        return
+    for name in ("max_lora_rank", "max_loras"):
+        value = spec.engine_args.get(name, 1)
+        if isinstance(value, bool) or not str(value).isdecimal() or int(value) < 1:
+            raise InvalidRequest(
+                f"{spec.name}: engine_args.{name} is {value!r:.80}, which is not a whole number, 1 or more", param="engine_args"
+            )
+
+
 def base_of(spec: ModelSpec, cards: Mapping[str, ModelCard]) -> ModelCard | None:
     """Return the card of the adapter's base; None for a model.
 

@@ -155,6 +155,25 @@ def test_adapter_that_a_vllm_cannot_serve_is_refused_with_the_remedy(
     assert "sql" not in w.state.models
 
 
+@pytest.mark.parametrize("value", ["sixteen", None, [16], 0, -1, True])
+@pytest.mark.parametrize("name", ["max_lora_rank", "max_loras"])
+def test_lora_options_without_a_number_are_refused_before_they_end_every_decision(name: str, value: Any) -> None:
+    w = World()  # no node has reported
+    options = {"enable_lora": True, name: value}
+    answer = add(w, ModelSpec(name="hosted", source="/m/h", engine="vllm", engine_args=options), hosted=base_info("/m/h"))
+    assert isinstance(answer, ErrorBody), answer
+    assert (answer.code, answer.param) == ("invalid_request", "engine_args")
+    assert f"hosted: engine_args.{name} is {value!r}" in answer.message
+    assert not w.state.models
+
+
+def test_lora_options_may_be_numbers_in_quotes(w: World) -> None:
+    options = {"enable_lora": True, "max_lora_rank": "8", "max_loras": 2}
+    assert add(
+        w, ModelSpec(name="h", source="/m/h", engine="vllm", engine_args=options, memory=200 * MIB), h=base_info("/m/h")
+    ).added == ("h",)
+
+
 def test_adapters_of_a_vllm_with_lora_are_served_and_keep_it_on(w: World) -> None:
     hosted = ModelSpec(name="hosted", source="/m/h", engine="vllm", memory=MIB, engine_args={"enable_lora": True})
     add(w, hosted, hosted=base_info("/m/h"))

@@ -263,7 +263,8 @@ def _units(loader: LoaderPresence | None) -> tuple[object, ...]:
 def _model(state: ClusterState, old: Model | None, new: Model | None) -> None:
     if old is not None:
         for alias in old.card.spec.aliases:
-            _forget(state, "aliases", alias)
+            if state.aliases.get(alias) == old.key:  # another model may have got it in the same command
+                _forget(state, "aliases", alias)
         _forget(state, "kept_running", old.key)
         _forget(state, "anti_affine", old.key)
     if new is not None:

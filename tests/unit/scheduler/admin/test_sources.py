@@ -51,3 +51,13 @@ def test_other_options_and_renewed_credentials_need_no_replace(w: World) -> None
     assert add(w, ModelSpec(name="a", source="/m/a", priority=3)).changed == ("a",)
     assert add(w, ModelSpec(name="u", source=URL.format("me:old@", "?token=1"))).added == ("u",)
     assert add(w, ModelSpec(name="u", source=URL.format("me:new@", "?token=2"))).changed == ("u",)
+
+
+@pytest.mark.parametrize("to", ["a", "b"])
+def test_alias_moves_to_another_model_in_one_command(w: World, to: str) -> None:
+    for target in ("b" if to == "a" else "a", to):
+        named = {name: ("prod",) if name == target else () for name in ("a", "b")}
+        add(w, *(ModelSpec(name=name, source=f"/m/{name}", aliases=aliases) for name, aliases in named.items()))
+    model = w.state.model_named("prod")
+    assert model is not None
+    assert model.key == to

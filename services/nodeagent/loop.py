@@ -33,7 +33,12 @@ class Loop:
         self._changed = asyncio.Event()
         self._ticked = False
         self._settled_at = float("-inf")
-        """No `Tick` before this time: the messages of a pause of the process arrive."""
+        """No `Tick` before this time: the messages of a pause of the process arrive.
+
+        A deadline is put off once. If the process is still starved of CPU time, it is handled.
+        """
+        self._owes_tick = False
+        """A deadline was put off already, and the wait after that was late too."""
 
     def post(self, event: Event) -> None:
         self._events.put_nowait(event)
@@ -75,21 +80,27 @@ class Loop:
         """
         while True:
             now = time.monotonic()
-            wait = max(min((d - now for d in deadlines(self.state)), default=_IDLE_S), self._settled_at - now)
-            if not self._events.empty() and (wait > 0 or self._ticked):
+            due = min(deadlines(self.state), default=now + _IDLE_S)
+            wait = max(due, self._settled_at) - now
+            if wait > 0:
+                self._owes_tick = False
+            elif self._owes_tick or not (self._ticked or self._events.empty()):
+                self._ticked, self._owes_tick = True, False
+                return Tick()
+            if not self._events.empty():
                 self._ticked = False
                 return self._events.get_nowait()
-            if not self._events.empty():
-                self._ticked = True
-                return Tick()
             wait = max(_SHORTEST_S, min(wait, _IDLE_S))
             event: Event | None = None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     event = await self._events.get()
-            if is_late := time.monotonic() - now > wait + PAUSED_S:
+            is_late = time.monotonic() - now > wait + PAUSED_S
+            if is_late and due > self._settled_at:
                 self._settled_at = time.monotonic() + _SETTLED_S
+            elif event is None:
+                return Tick()
+            elif is_late:
+                self._owes_tick = True
             if event is not None:
                 return event
-            if not is_late:
-                return Tick()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from types import SimpleNamespace
 
+import pytest
+
+from services.nodeagent import loop as loop_module
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.state import Policy
 from services.nodeagent.loop import PAUSED_S, Loop
@@ -70,3 +75,27 @@ async def test_reports_of_a_pause_are_handled_before_engines_count_as_silent() -
     deciding.cancel()
     assert {name: i.state for name, i in loop.state.instances.items()} == dict.fromkeys(engines, InstanceState.READY)
     assert not [effect for effect in performed if isinstance(effect, e.Signal)]
+
+
+@pytest.mark.parametrize("has_events", [False, True], ids=["no events", "an event in each wait"])
+async def test_deadline_is_put_off_once_if_every_wait_is_late(monkeypatch: pytest.MonkeyPatch, has_events: bool) -> None:
+    """The agent is starved of CPU time: each wait ends more than a second late."""
+    world = World()
+    ended = world.ready("gone").model_copy(update={"state": InstanceState.STOPPED, "ended_at": -1000.0})
+    world.state = type(world.state)(world.state.ledger, instances={"gone": ended})
+    seconds = itertools.count(step=2.0 * PAUSED_S)
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    performed: list[e.Effect] = []
+
+    def perform(effect: e.Effect) -> None:
+        performed.append(effect)
+        if has_events:  # while the loop waits
+            asyncio.get_running_loop().call_soon(loop.post, e.EngineReported(report("unknown")))
+
+    loop = Loop(world.state, perform)
+    running = asyncio.create_task(loop.run())
+    if has_events:
+        asyncio.get_running_loop().call_soon(loop.post, e.EngineReported(report("unknown")))
+    assert await loop.wait_until(lambda state: "gone" not in state.instances, 5.0)
+    running.cancel()
+    assert e.Forget("gone") in performed[:5]

@@ -14,13 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.scheduler.domain.busy import is_busy, is_node_lost_soon
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import PublishLoadFailed, ReplyTo, SendStop
-from services.scheduler.domain.events import Recovered, Tick
+from services.scheduler.domain.events import Tick
 from services.scheduler.domain.lifecycle.scale_down import stop_reason
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.entities import Entity
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Waiter
 from shared.contracts.node import Capability, InstanceState
@@ -167,13 +166,7 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: not self.silent)
     @rule()
     def another_leader(self) -> None:
-        """Change the leader: only durable state survives, and the epoch is one higher."""
-        old = self.w.state
-        state = ClusterState(epoch=old.epoch + 1, recovered_at=self.w.now, keep_alive_rule=old.keep_alive_rule)
-        kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
-        apply(state, [Put(e) for e in kept])
-        self.w.state = state
-        self.w.send(Recovered(self.w.now))
+        self.w.change_leader()
 
     @invariant()
     def nothing_is_booked_twice(self) -> None:

@@ -16,6 +16,7 @@ from services.scheduler.domain.events import (
     Event,
     LoaderStatusReceived,
     NodeStatusReceived,
+    Recovered,
     RemoveModelRequested,
     SleepRequested,
     StartRefused,
@@ -25,8 +26,9 @@ from services.scheduler.domain.events import (
 )
 from services.scheduler.domain.lifecycle.deliveries import is_current
 from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state.changes import KINDS, apply, table
+from services.scheduler.domain.state.changes import KINDS, Put, apply, table
 from services.scheduler.domain.state.cluster import ClusterState
+from services.scheduler.domain.state.entities import Entity
 from services.scheduler.domain.state.transaction import TOKENS_PER_EPOCH
 from shared.contracts.base import ErrorBody
 from shared.contracts.demand import Demand
@@ -361,6 +363,15 @@ class World:
         self._answers.append(StopRefused(self.now, instance_id, error))
 
     # Actions of tests.
+
+    def change_leader(self) -> None:
+        """Change the leader: only durable state survives, and the epoch is one higher."""
+        old = self.state
+        state = ClusterState(epoch=old.epoch + 1, recovered_at=self.now, keep_alive_rule=old.keep_alive_rule)
+        kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
+        apply(state, [Put(e) for e in kept])
+        self.state = state
+        self.send(Recovered(self.now))
 
     def node(self, name: str = "n1", budget: int = 1000 * MIB, devices: tuple[str, ...] = ("cpu:0",)) -> Agent:
         """Add a node; `budget` is that of each device."""

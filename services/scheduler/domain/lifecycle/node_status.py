@@ -169,7 +169,10 @@ def _report_of(tx: Transaction, s: InstanceStatus) -> InstanceReport:
     progressed_at = tx.now if old is None or moved else old.progressed_at
     was_ready = old is not None and old.status.state is InstanceState.READY
     completed_before = old.completed_before if old is not None and was_ready else s.load.completed
-    return InstanceReport(s.instance_id, s, since if idle else None, progressed_at, completed_before)
+    # Without an earlier report the leader has changed, or its node was away.
+    first_counted = tx.now if completed_before else None
+    counted_since = first_counted if old is None else old.counted_since
+    return InstanceReport(s.instance_id, s, since if idle else None, progressed_at, completed_before, counted_since)
 
 
 def progress(s: InstanceStatus) -> tuple[object, ...]:

@@ -154,11 +154,13 @@ def _describe_resident(tx: Transaction, i: Instance, terms: _Terms, b: Booking) 
 def _requests_per_s(i: Instance, report: InstanceReport | None, used: float, now: float) -> float:
     """Return the requests that an instance has completed per second since it was planned.
 
-    The first ones have arrived while it started.
+    The first ones have arrived while it started. After a change of leaders the new one's first
+    report of the instance is the start of both the count and the time.
     """
     if report is None:
         return 0.0
-    return request_rate(report.status.load.completed - report.completed_before, now - i.planned_at, now - used)
+    since = i.planned_at if report.counted_since is None else max(i.planned_at, report.counted_since)
+    return request_rate(report.status.load.completed - report.completed_before, now - since, now - used)
 
 
 def _may_drain(tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, reload_s: float) -> bool:

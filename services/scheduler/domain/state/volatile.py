@@ -87,7 +87,10 @@ class InstanceReport:
     Attributes:
         idle_since: None while it serves.
         progressed_at: Time at which its start last made progress.
-        completed_before: Requests that it had completed when it last became ready.
+        completed_before: Requests that it had completed when it last became ready, or at
+            `counted_since`.
+        counted_since: Time of the first report that this leader got of an instance that had served;
+            None: it had not.
     """
 
     instance_id: str
@@ -95,6 +98,7 @@ class InstanceReport:
     idle_since: float | None
     progressed_at: float = 0.0
     completed_before: int = 0
+    counted_since: float | None = None
 
     @property
     def key(self) -> str:

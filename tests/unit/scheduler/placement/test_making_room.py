@@ -64,6 +64,24 @@ def test_6_popular_instance_stays_although_it_is_idle_for_longer(w: World) -> No
     assert not w.stops("a")
 
 
+def test_6_rates_of_requests_are_measured_anew_after_a_change_of_leaders(w: World) -> None:
+    """The new leader counts from its first report of an instance, however old the instance is."""
+    three(w)
+    popular = w.up("a")
+    w.tick(280)
+    w.change_leader()
+    w.hear()
+    rare = w.up("b", served=0)
+    w.tick(5)
+    popular.completed, popular.idle_since = popular.completed + 20, w.now
+    w.tick(2)
+    rare.completed, rare.idle_since = 2, w.now
+    w.hear()
+    w.demand("c")
+    assert len(w.stops("b")) == 1
+    assert not w.stops("a")
+
+
 def test_6_pinned_instances_stay(w: World) -> None:
     agent = w.node(budget=TWO)
     w.model("a", pin=True)

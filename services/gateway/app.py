@@ -231,12 +231,13 @@ async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
     await subscribe_view_latencies(gateway)
     await subscribe_view_requests(gateway)
     cards = CatalogWatcher(gateway.catalog, gateway.on_model_removed)
-    for bucket, copy in (
-        (catalog_bucket, cards),
-        (keys_bucket, gateway.authorizer.store),
-        (batches_bucket, gateway.batches.mirror),
+    keys = gateway.authorizer.store
+    for bucket, copy, own_writes in (
+        (catalog_bucket, cards, None),
+        (keys_bucket, keys, keys.own_writes),
+        (batches_bucket, gateway.batches.mirror, None),
     ):
-        following = BucketWatcher(mesh, bucket, copy)
+        following = BucketWatcher(mesh, bucket, copy, own_writes)
         gateway.tasks.append(group.create_task(following.run(), name=bucket.__name__))
         if copy is cards:
             gateway.catalog_watcher = following

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
-from nats.js.kv import KV_DEL, KV_PURGE, KeyValue
+from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, KeyValue
 
 from shared.messaging.consumers import watching
 from shared.messaging.mesh import Mesh
@@ -35,6 +35,45 @@ class Copy(Protocol):
     def remove(self, key: str) -> None: ...
 
 
+class OwnWrites:
+    """The newest entries that this process has written and its watcher has not delivered yet.
+
+    The copy has them at once. The watcher skips what is older.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, tuple[int, bytes | None]] = {}
+        self._delivered = 0
+
+    def record(self, key: str, value: bytes | None, revision: int) -> bool:
+        """Record a write; False: the watcher has delivered it, and perhaps newer ones.
+
+        Args:
+            key: Of the entry.
+            value: None: the entry was deleted.
+            revision: That the write has got.
+        """
+        if revision <= self._delivered:
+            return False
+        self._pending[key] = (revision, value)
+        return True
+
+    def on_delivered(self, key: str, revision: int) -> bool:
+        """Return True if the entry is not older than this process's latest write of it."""
+        self._delivered = revision
+        is_current = key not in self._pending or self._pending[key][0] <= revision
+        if is_current:
+            self._pending.pop(key, None)
+        return is_current
+
+    def on_snapshot(self, entries: dict[str, bytes], revision: int) -> dict[str, bytes]:
+        """Return the entries of the bucket at `revision` with the writes since."""
+        self._delivered = revision
+        self._pending = {key: write for key, write in self._pending.items() if write[0] > revision}
+        written = {key: value for key, (_, value) in self._pending.items()}
+        return {key: value for key, value in (entries | written).items() if value is not None}
+
+
 class BucketWatcher:
     """Reads the whole bucket, then its changes.
 
@@ -42,10 +81,25 @@ class BucketWatcher:
     other missed change shows in the bucket's last revision, which is checked now and then.
     """
 
-    def __init__(self, mesh: Mesh, bucket: Callable[[JetStreamContext, int], Awaitable[KeyValue]], copy: Copy) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        bucket: Callable[[JetStreamContext, int], Awaitable[KeyValue]],
+        copy: Copy,
+        own_writes: OwnWrites | None = None,
+    ) -> None:
+        """Create a watcher.
+
+        Args:
+            mesh: The connection to NATS.
+            bucket: Opens the bucket, for a number of replicas.
+            copy: Gets the entries.
+            own_writes: Those that `copy` gets from this process; None: it gets none.
+        """
         self._mesh = mesh
         self._bucket = bucket
         self._copy = copy
+        self._own_writes = own_writes or OwnWrites()
         self._revision = 0
         self._copied = 0
         """The newest revision that the copy has; during a snapshot it lags behind what was read."""
@@ -109,7 +163,7 @@ class BucketWatcher:
         newest = await _find_newest_revision(bucket)
         while self._revision < newest:
             take(await watcher.updates(timeout=_NEXT_S))
-        self._copy.replace(entries)
+        self._copy.replace(self._own_writes.on_snapshot(entries, self._revision))
 
     async def _apply_change(self, bucket: KeyValue, watcher: Any) -> bool:
         """Apply one change; return True if a change was missed.
@@ -124,9 +178,10 @@ class BucketWatcher:
         if entry is None:
             return False
         self._revision = entry.revision or self._revision
-        if entry.operation is None and entry.value:
+        is_current = self._own_writes.on_delivered(entry.key, self._revision)
+        if is_current and entry.operation is None and entry.value:
             self._copy.put(entry.key, entry.value)
-        elif entry.operation in (KV_DEL, KV_PURGE):
+        elif is_current and entry.operation in (KV_DEL, KV_PURGE):
             self._copy.remove(entry.key)
         self._note_copied()
         return False
@@ -134,6 +189,11 @@ class BucketWatcher:
     def _note_copied(self) -> None:
         self._copied = self._revision
         self._advanced.set()
+
+
+async def delete_entry(js: JetStreamContext, bucket: str, key: str) -> int:
+    """Delete an entry, and return the revision of that; `KeyValue.delete` does not."""
+    return (await js.publish(f"$KV.{bucket}.{key}", headers={KV_OP: KV_DEL})).seq
 
 
 def _wake(watcher: Any) -> None:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from services.gateway.adapters.key_marker import KeyMarker
 from shared.contracts.keys import ApiKey, Scope
+from shared.messaging.buckets import OwnWrites
 
 log = logging.getLogger(__name__)
 _SCOPES: tuple[Scope, ...] = ("inference", "admin")
@@ -31,6 +32,7 @@ class KeyStore:
 
     Attributes:
         complete: The bucket has been read; no request can be authorized before.
+        own_writes: Changes of this gateway, for the bucket's watcher.
         on_removed: Called with the hash of each key that is no longer valid.
     """
 
@@ -44,6 +46,7 @@ class KeyStore:
         self._in_file: set[Scope] = set(self._existed)
         self._writing: asyncio.Task[None] | None = None
         self.complete = False
+        self.own_writes = OwnWrites()
         self.on_removed: Callable[[str], None] = lambda _: None
 
     def find(self, digest: str) -> ApiKey | None:
@@ -94,6 +97,21 @@ class KeyStore:
         self._index()
         if is_valid:
             self.on_removed(key)
+
+    def on_written(self, key: str, value: bytes | None, revision: int) -> None:
+        """Apply a change of this gateway, unless the watcher has delivered it or a newer one.
+
+        Args:
+            key: Hash of the API key.
+            value: None: the key was revoked.
+            revision: Of the change in the bucket.
+        """
+        if not self.own_writes.record(key, value, revision):
+            return
+        if value is None:
+            self.remove(key)
+        else:
+            self.put(key, value)
 
     def _take(self, key: str, value: bytes) -> None:
         if scope := _MARKERS.get(key):

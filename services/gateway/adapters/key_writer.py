@@ -28,6 +28,7 @@ from shared.contracts import subjects
 from shared.contracts.keys import MAX_OVERLAP_S, ApiKey, ChangeKey, KeyChanged, KeyLimits, NewKey, RotateKey
 from shared.errors import Conflict, NotFound, StoreFull, ThawError, Unavailable
 from shared.messaging import Mesh
+from shared.messaging.buckets import delete_entry
 from shared.messaging.full_stores import full_as
 from shared.messaging.streams import ensure_audit_stream, keys_bucket
 
@@ -262,10 +263,10 @@ class KeyWriter:
         try:
             with full_as(_FULL):
                 await self._mark(bucket, key)
-                await bucket.create(digest, value)
+                revision = await bucket.create(digest, value)
         except KeyWrongLastSequenceError as e:
             raise Conflict("This API key exists already under another name. Create a new key", param="sha256") from e
-        self._store.put(digest, value)
+        self._store.on_written(digest, value, revision)
 
     async def _update(self, bucket: KeyValue, digest: str, before: ApiKey, key: ApiKey) -> None:
         """Replace the record `before` of a key.
@@ -281,12 +282,12 @@ class KeyWriter:
             if parse_key(entry.value or b"") != before:
                 raise changed
             with full_as(_FULL):
-                await bucket.update(digest, value, last=entry.revision)
+                revision = await bucket.update(digest, value, last=entry.revision)
         except KeyNotFoundError as e:
             raise NotFound(f"The API key {key.name} was revoked meanwhile") from e
         except KeyWrongLastSequenceError as e:
             raise changed from e
-        self._store.put(digest, value)
+        self._store.on_written(digest, value, revision)
 
     async def _delete(self, bucket: KeyValue, digest: str) -> None:
         key = self._store.find(digest)
@@ -296,11 +297,8 @@ class KeyWriter:
             await self._mark(bucket, key)
         except (NatsError, StoreFull) as e:  # a full bucket must not keep a key valid; the file has the marker
             log.warning("failed to write the marker of API keys", extra={"error": repr(e)})
-        try:
-            await bucket.delete(digest)
-        except KeyNotFoundError:
-            log.info("API key was revoked by another gateway already", extra={"name_of_key": key.name})
-        self._store.remove(digest)
+        revision = await delete_entry(self._mesh.nc.jetstream(timeout=_TIMEOUT_S), subjects.KEYS_BUCKET, digest)
+        self._store.on_written(digest, None, revision)
 
     def _find(self, name: str) -> dict[str, ApiKey]:
         found = self._store.find_named(name)

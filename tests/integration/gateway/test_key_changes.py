@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from services.gateway.authorization import hash_key
 from shared.contracts import subjects
 from shared.contracts.keys import ApiKey, ChangeKey, NewKey, RotateKey
 from shared.errors import Conflict, NotFound, Unavailable
+from shared.messaging.buckets import BucketWatcher
+from shared.messaging.streams import keys_bucket
+from shared.tasks import end
 from tests.support.fake_engine import FakeNode
 
 ACTOR = Actor("root")
@@ -111,3 +115,43 @@ async def test_a_key_that_is_revoked_during_its_rotation_has_no_successor(
     with pytest.raises(NotFound, match="revoked meanwhile"):
         await writer.rotate("alice", RotateKey(sha256=hash_key("b"), overlap_s=overlap_s), ACTOR)
     assert store.find(hash_key("b")) is None
+
+
+class LateWatcher(BucketWatcher):
+    """Delivers changes only while `may_deliver` is set."""
+
+    def __init__(self, node: FakeNode, store: KeyStore) -> None:
+        super().__init__(node.mesh, keys_bucket, store, store.own_writes)
+        self.may_deliver = asyncio.Event()
+        self.updates: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def _apply_change(self, bucket: Any, watcher: Any) -> bool:
+        self.updates = watcher._updates
+        await self.may_deliver.wait()
+        return await super()._apply_change(bucket, watcher)
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not is_true():  # noqa: ASYNC110 - nats-py's queue has no event to await
+            await asyncio.sleep(0.01)
+
+
+async def test_a_late_record_does_not_make_a_revoked_key_valid(
+    writer: KeyWriter, store: KeyStore, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = LateWatcher(node, store)
+    running = asyncio.create_task(watcher.run())
+    try:
+        await until(lambda: store.complete)
+        await writer.add(new_key("a"), ACTOR)
+        await until(lambda: watcher.updates.qsize() == 2)  # the marker that a key has existed, and the key
+        await writer.revoke("alice", ACTOR)
+        delivered: list[str] = []
+        monkeypatch.setattr(store, "put", lambda key, _: delivered.append(key))
+        watcher.may_deliver.set()
+        await watcher.catch_up(10.0)
+        assert delivered == ["existed.inference"]
+        assert store.find(hash_key("a")) is None
+    finally:
+        await end(running)

@@ -6,6 +6,7 @@ device of it has room, or is cleared.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from shared.template_key import template_key
 _SEVERITY = ("none", "leaving", "evict", "suspend", "migrate", "preempt")
 _LEAVING = Clearance("leaving")
 _MOST_TEMPLATES = 8
-"""Templates that are considered for one model."""
+"""Templates that are considered for one model, the most promising ones."""
 
 
 Shortfalls = tuple[tuple[str, int], ...]
@@ -211,14 +212,34 @@ def resume_options(tx: Transaction, r: PlacementRequest, i: Instance) -> list[Ca
 
 
 def template_options(tx: Transaction, r: PlacementRequest) -> Iterator[Candidate | FeasiblePlacement]:
-    """Yield the options of taking the engine of a suspended instance of the same template key."""
+    """Yield the options of taking the engine of a suspended instance of the same template key.
+
+    Of many these are considered: first those whose devices have room, then those that are ready
+    soonest.
+    """
     if not tx.state.by_template or "template" not in tx.policy.capabilities & r.profile.uses:
         return
     card = r.model.card
-    for instance_id in tx.state.by_template.get(template_key(card), ())[:_MOST_TEMPLATES]:
-        i = tx.state.instances.get(instance_id)
-        if i is not None and i.state.parked and i.leaving == "no" and i.kv_bytes == need_of(card).kv:
-            yield _template_option(tx, r, i)
+    same_key = tx.state.by_template.get(template_key(card), ())
+    kv_bytes = need_of(card).kv if same_key else 0
+    found = [
+        i
+        for instance_id in same_key
+        if (i := tx.state.instances.get(instance_id)) is not None
+        and i.state.parked
+        and i.leaving == "no"
+        and i.kv_bytes == kv_bytes
+    ]
+    if len(found) > _MOST_TEMPLATES:
+        found = heapq.nsmallest(_MOST_TEMPLATES, found, key=lambda i: _rank_template(tx, r, i))
+    for i in found:
+        yield _template_option(tx, r, i)
+
+
+def _rank_template(tx: Transaction, r: PlacementRequest, i: Instance) -> tuple[object, ...]:
+    """Return how much has to leave the devices of a template, and how long it takes."""
+    worst = max([_rank(tx, r, booking_of(tx.state, i.node, device_id)) for device_id in i.device_ids])
+    return (*worst, r.forecast.predict_template(i, leaving=False).ms, i.instance_id)
 
 
 def _template_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candidate | FeasiblePlacement:

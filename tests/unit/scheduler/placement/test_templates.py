@@ -163,3 +163,34 @@ def test_model_whose_engine_was_taken_takes_one_back(w: World) -> None:
     w.finish_stops()
     w.demand("first")
     assert plan_of(w, "first").way == "template"
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["slower", "on a full device"])
+def test_best_of_many_engines_is_taken(is_full: bool) -> None:
+    """There are more than are considered for one model; the best one was suspended last."""
+    w = World()
+    for node in ("n1", "n2"):
+        w.node(node, 16 * GIB)
+    others = [f"other-{n}" for n in range(12)]
+    for name, node in (*((name, "n1") for name in others), ("best", "n2")):
+        w.model(name, placement={"devices": (f"{node}/*",)}, **VLLM)
+        w.demand(name)
+    for name in (*others, "best"):
+        running = w.of(name)[-1]
+        span = PhaseSpan(phase=Phase.INIT, start_ms=-COLD_S * 1e3, duration_ms=COLD_S * 1e3, process="enginehost")
+        running.phases, running.completed = (span,), 1
+        w.get_ready(name)
+        w.demand(name, 0)
+        w.can_suspend(running, left=200 * MIB, resume_ms=300.0 if name == "best" or is_full else 3000.0)
+        w.sleep(name)
+        w.finish_stops()
+    if is_full:
+        w.model("large", memory=13 * GIB, placement={"devices": ("n1/*",)}, pin=True)
+        w.demand("large")
+        w.get_ready("large")
+    best = running.command.instance_id
+    w.model("new", **VLLM)
+    w.demand("new")
+    plan = plan_of(w, "new")
+    assert plan.chosen is not None
+    assert (plan.way, plan.chosen.node, plan.chosen.template) == ("template", "n2", best)

@@ -130,7 +130,10 @@ def _ask(repo: str, revision: str | None) -> tuple[str, list[tuple[str, int, str
 
     with _typed(repo, revision):
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-        info = api.model_info(repo, revision=revision, files_metadata=True, timeout=_ANSWER_S)
+        try:
+            info = api.model_info(repo, revision=revision, files_metadata=True, timeout=_ANSWER_S)
+        except (TypeError, AttributeError) as e:  # it parses the JSON of any server
+            raise ValueError("not a hub's description of a model") from e
         if not isinstance(info.sha, str):
             raise ValueError("no commit")
         files = [(f.rfilename, f.size or 0, getattr(f.lfs, "sha256", None)) for f in info.siblings or ()]
@@ -190,7 +193,7 @@ def _typed(repo: str, revision: str | None) -> Iterator[None]:
             "HF_ENDPOINT",
             should_retry=True,
         ) from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:  # a proxy's page, for example
+    except (ValueError, KeyError) as e:  # a proxy's page, for example
         raise Unavailable(
             f"{where} is not complete in the local cache, and the server that answered is not a hub ({type(e).__name__}): "
             "check HF_ENDPOINT and the proxy",

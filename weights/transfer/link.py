@@ -146,7 +146,7 @@ class Link:
         """Queue a load. On a closed link it ends as cancelled.
 
         Raises:
-            RuntimeError: No thread can be started. The load is not queued then.
+            RuntimeError: The link has no thread, and none can be started. The load is not queued.
         """
         with self._changed:
             if self._closing:
@@ -181,7 +181,16 @@ class Link:
     def _start_threads(self, chunks: int) -> None:
         while len(self._threads) < min(self._count, chunks) and not self._closing:
             thread = threading.Thread(target=self._work, name=f"{self.name}-{len(self._threads)}", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as e:
+                if not self._threads:
+                    raise
+                log.warning(
+                    "failed to start a thread of a link; fewer read",
+                    extra={"link": self.name, "threads": len(self._threads), "error": str(e)},
+                )
+                return
             self._threads.append(thread)
 
     def raise_priority(self, transfer: LinkLoad) -> None:

@@ -214,6 +214,23 @@ def test_load_of_a_link_without_threads_is_refused_and_not_read_later(monkeypatc
     assert read == []
 
 
+def test_load_is_read_by_the_present_threads_if_no_other_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gate, link = Gate(), Link("x", 2)
+    first = link.submit(transfer(gate, "first", 1))
+    gate.await_begun()
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        second = link.submit(transfer(gate, "second", 3))
+        gate.let(4)
+        first.result()
+        second.result()
+    assert gate.begun == [("first", 0), ("second", 0), ("second", 1), ("second", 2)]
+    link.close()
+
+
 def test_empty_transfer_completes_immediately(tmp_path: Path) -> None:
     link = Link("x", 1)
     link.submit(Transfer([], lambda _: None)).result()

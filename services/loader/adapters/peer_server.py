@@ -87,15 +87,22 @@ class _Server(ThreadingHTTPServer):
             return
         with self._lock:
             self._open.add(request)
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except Exception:  # no thread can be started; the caller closes the connection
+            self._release(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self._lock:
-                self._open.discard(request)
-            self._slots.release()
+            self._release(request)
+
+    def _release(self, request: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(request)
+        self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a peer hung up", exc_info=True)

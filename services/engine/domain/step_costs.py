@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-OWN = ""
-"""Cause of work that no start of another model made necessary."""
+from shared.engines.background_seconds import OWN, add_background_seconds
+
 _NOTHING: Mapping[str, int] = {}
-_MAX_CAUSES = 64
-"""Causes that are kept. A new cause replaces the one without work for longest, already reported."""
 
 
 @dataclass(slots=True)
@@ -78,7 +76,7 @@ class StepCosts:
         self._unused_credits_s -= paid
         spent -= paid
         for cause, count in background.items():
-            self._add_background(cause, spent * count / total)
+            add_background_seconds(self.background_s, cause, spent * count / total)
         for request_id, count in tokens.items():
             share = spent * count / total
             paid = min(share, self._credits.get(request_id, 0.0))
@@ -122,7 +120,7 @@ class StepCosts:
                 self._carried_s += rest
             else:
                 if left := self._carried_s + (rest if self._is_charged else 0.0):
-                    self._add_background(OWN, left)
+                    add_background_seconds(self.background_s, OWN, left)
                 self._carried_s = 0.0
         return self._is_charged
 
@@ -143,9 +141,4 @@ class StepCosts:
         self.closed_s += reported
         unreported = self._by_request.pop(request_id, 0.0) - reported
         if unreported > 0:
-            self._add_background(OWN, unreported)
-
-    def _add_background(self, cause: str, seconds: float) -> None:
-        self.background_s[cause] = self.background_s.pop(cause, 0.0) + seconds  # moved to the end
-        if len(self.background_s) > _MAX_CAUSES:
-            del self.background_s[next(c for c in self.background_s if c != OWN)]
+            add_background_seconds(self.background_s, OWN, unreported)

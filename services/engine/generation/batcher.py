@@ -22,7 +22,7 @@ import torch
 
 from services.engine.domain import background_prefill
 from services.engine.domain.fair_slots import Flow
-from services.engine.domain.step_costs import OWN, StepCosts
+from services.engine.domain.step_costs import StepCosts
 from services.engine.domain.step_planning import Limits, SequenceView, StepPlan, blocks_for, plan_step
 from services.engine.generation.commands import (
     Cancel,
@@ -55,6 +55,7 @@ from services.engine.generation.slot_shares import SlotShares
 from services.engine.generation.step_meters import StepMeters
 from services.engine.tokenization import Tokenization
 from shared.contracts.inference import ChoiceDelta
+from shared.engines.background_seconds import OWN
 from shared.errors import EngineFailed, ThawError
 
 log = logging.getLogger(__name__)

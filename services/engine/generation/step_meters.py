@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.engine.domain.step_costs import OWN, StepCosts
+from services.engine.domain.step_costs import StepCosts
+from shared.engines.background_seconds import OWN
 from shared.engines.charge_page import ChargePage
 
 

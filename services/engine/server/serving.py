@@ -18,7 +18,6 @@ from pydantic import BaseModel
 
 from services.engine.domain.output_format import FIELDS, is_constrained
 from services.engine.domain.standings import Standings
-from services.engine.domain.step_costs import OWN
 from services.engine.domain.tool_request import may_be_enforced
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Admitted, Broken, Embedded, Event, Progressed, Yielded
@@ -41,6 +40,7 @@ from shared.contracts.inference import (
 )
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.engines.adapter_cache import AdapterCache
+from shared.engines.background_seconds import OWN
 from shared.engines.charge_page import ChargePage
 from shared.engines.request_server import RequestServer
 from shared.errors import (

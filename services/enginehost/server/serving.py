@@ -36,6 +36,7 @@ from shared.contracts.migration import RunningRequest
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
 from shared.engines.adapter_cache import AdapterCache
+from shared.engines.background_seconds import OWN, add_background_seconds
 from shared.engines.charge_page import ChargePage
 from shared.engines.request_server import RequestServer
 from shared.errors import (
@@ -53,8 +54,6 @@ from shared.telemetry.timeline import Timeline
 from shared.telemetry.tracing import context_of, record_phases
 
 log = logging.getLogger(__name__)
-_CAUSES = 64
-"""Causes that are kept. A new cause replaces the one without work for longest, already reported."""
 _KEPT_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
 
 
@@ -224,7 +223,7 @@ class Serving(RequestServer[_Stream]):
 
         Args:
             name: Of the work, other than those of requests.
-            caused_by: The plan that made it necessary; empty: none did.
+            caused_by: The plan that made it necessary, or `OWN`.
         """
         self._busy.begin(name, time.monotonic())
         try:
@@ -235,14 +234,12 @@ class Serving(RequestServer[_Stream]):
     def _write_meters(self) -> None:
         if self._page is not None:
             total_s = self._busy.read_total(time.monotonic())
-            self._page.write_steps(total_s, total_s - self._all_background_s, self._background_s.get("", 0.0))
+            self._page.write_steps(total_s, total_s - self._all_background_s, self._background_s.get(OWN, 0.0))
 
-    def _count_background(self, seconds: float, caused_by: str = "") -> None:
+    def _count_background(self, seconds: float, caused_by: str = OWN) -> None:
         if seconds > 0:
-            self._background_s[caused_by] = self._background_s.pop(caused_by, 0.0) + seconds  # moved to the end
+            add_background_seconds(self._background_s, caused_by, seconds)
             self._all_background_s += seconds
-        if len(self._background_s) > _CAUSES:
-            del self._background_s[next(cause for cause in self._background_s if cause)]
 
     async def _receive(self, stream: _Stream, response: Response, upstream: UpstreamRequest) -> Usage:
         """Relay a response, and return its usage."""

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.domain.step_costs import OWN
 from services.engine.generation.events import Progressed
 from services.engine.generation.prepared_prefixes import Computed, Outcome, PrepareOrder
+from shared.engines.background_seconds import OWN
 from tests.integration.engine.test_families import LoadedModel, save
 from tests.integration.engine.test_resume import PROMPT, TOKENS, RecordedBatcher, cut, request
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.domain.sampling_params import SamplingParams, StopConditions
-from services.engine.domain.step_costs import OWN, StepCosts
+from services.engine.domain.step_costs import StepCosts
 from services.engine.domain.step_planning import Limits
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.device_loop import DeviceLoop
@@ -23,6 +23,7 @@ from services.engine.generation.events import Broken, Event, Progressed
 from services.engine.generation.request import Choice, GenerationRequest
 from services.engine.generation.runner import Row
 from shared.contracts.inference import FairShare
+from shared.engines.background_seconds import OWN
 from shared.engines.charge_page import ChargePage, read_charges
 from tests.support.examples import examples
 

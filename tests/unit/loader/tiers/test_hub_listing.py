@@ -28,9 +28,7 @@ def test_unknown_form_of_the_library_is_not_taken_for_a_server_that_is_no_hub(mo
 
 
 @pytest.mark.parametrize("error", [TypeError, AttributeError, KeyError, ValueError])
-def test_json_that_is_no_description_of_a_model_comes_from_a_server_that_is_no_hub(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
+def test_json_of_another_form_is_of_a_server_that_is_no_hub(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     def parse(*_: Any, **__: Any) -> None:
         raise error("a list")
 

@@ -64,7 +64,7 @@ def test_6_popular_instance_stays_although_it_is_idle_for_longer(w: World) -> No
     assert not w.stops("a")
 
 
-def test_6_rates_of_requests_are_measured_anew_after_a_change_of_leaders(w: World) -> None:
+def test_6_rates_of_requests_are_measured_again_after_a_change_of_leaders(w: World) -> None:
     """The new leader counts from its first report of an instance, however old the instance is."""
     three(w)
     popular = w.up("a")

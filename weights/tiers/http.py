@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import netrc
 import os
 import re
@@ -26,6 +27,7 @@ from weights.tiers.ranges import RangeReader, RemoteFile
 from weights.tiers.remote import FIRST_BYTES, RemoteTier
 from weights.tiers.retry import Backoff
 
+log = logging.getLogger(__name__)
 SUMS = "SHA256SUMS"
 _SUM = re.compile(r"(?P<sha256>[0-9a-fA-F]{64}) [ *](\./)?(?P<name>.+)")
 _AT_ONCE = 8
@@ -89,7 +91,11 @@ class HttpTier(RemoteTier):
         return TierFile(name, file.size or 0, version, sha256)
 
     def _sums(self) -> dict[str, str]:
-        """The names and checksums in SHA256SUMS; none if there is no such file."""
+        """The names and checksums in SHA256SUMS; none if there is no such file.
+
+        Raises:
+            CheckpointInvalid: One of its lines is malformed, or a name is a path.
+        """
         try:
             data = self._reader.head(self._remote(SUMS), MAX_JSON_BYTES)
         except InvalidModel as e:
@@ -98,10 +104,15 @@ class HttpTier(RemoteTier):
         if data is None:
             return {}
         lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
-        found = [_SUM.fullmatch(line) for line in lines]
-        if not found or None in found:
-            return {}  # a page that says "no such file", with status 200
-        sums = {m["name"]: m["sha256"].lower() for m in found if m is not None and m["name"] != SUMS}
+        found = [m for line in lines if (m := _SUM.fullmatch(line)) is not None]
+        if lines and not found:  # a page that says "no such file", with status 200
+            log.warning("a list of checksums has none; files are not verified", extra={"file": f"{self.source}/{SUMS}"})
+        elif len(found) < len(lines):
+            malformed = next(line for line in lines if _SUM.fullmatch(line) is None)
+            raise CheckpointInvalid(
+                f"{self.source}/{SUMS} has a malformed line, {malformed[:100]!r}: make it again with `sha256sum * > {SUMS}`"
+            )
+        sums = {m["name"]: m["sha256"].lower() for m in found if m["name"] != SUMS}
         if unsafe := [name for name in sums if not is_safe(name)]:
             raise CheckpointInvalid(f"{self.source}/{SUMS} names {unsafe[0]!r}: only plain names beside it are allowed")
         return sums

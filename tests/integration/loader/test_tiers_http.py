@@ -90,6 +90,28 @@ def test_checksum_list_with_paths_is_refused(server: TierServer, name: str) -> N
     tier.close()
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["# made by hand", f"{'0' * 63}  config.json", f"SHA256 (config.json) = {'0' * 64}"],
+    ids=["comment", "short checksum", "BSD's form"],
+)
+def test_checksum_list_with_a_malformed_line_is_refused(server: TierServer, line: str) -> None:
+    (server.directory / "m" / "SHA256SUMS").write_text(f"{'0' * 64}  {SHARD}\n{line}\n")
+    tier = HttpTier(f"{server.url}/m", QUICK)
+    with pytest.raises(CheckpointInvalid, match="malformed line") as caught:
+        tier.files()
+    tier.close()
+    assert line in caught.value.message
+
+
+def test_page_in_place_of_a_checksum_list_is_logged(server: TierServer, caplog: pytest.LogCaptureFixture) -> None:
+    (server.directory / "m" / "SHA256SUMS").write_text("<html>\nNo such file\n</html>")
+    tier = HttpTier(f"{server.url}/m", QUICK)
+    assert all(f.sha256 is None for f in tier.files())
+    tier.close()
+    assert "files are not verified" in caplog.text
+
+
 @pytest.mark.parametrize("offset", [0, 1, 100_001])
 def test_range_is_read_from_any_offset(server: TierServer, tier: HttpTier, offset: int) -> None:
     assert read(tier, offset=offset) == content(server)[offset:]

@@ -16,7 +16,7 @@ from rich.text import Text
 from shared.contracts.logs import MAX_LINES
 from shared.logfiles import strip_control
 from thaw.cli.api import Api
-from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.output import Document, Json, screen, show_warning, verb
 from thaw.cli.remote_logs import find_remote
 from thaw.errors import CommandError
 from thaw.launcher.home import Home
@@ -75,7 +75,9 @@ def _show_remote(out: Console, api: Api, service: str, lines: int, follow: bool)
     found = {title: list(log.read(api, min(lines, MAX_LINES))) for title, log in logs.items()}
     _print(out, found)
     if follow:
-        _follow(lambda: _print(out, {title: list(log.read(api, MAX_LINES)) for title, log in logs.items()}), _REMOTE_POLL_S)
+        _follow(
+            lambda: _print(out, {title: log.follow(api, MAX_LINES, show_warning) for title, log in logs.items()}), _REMOTE_POLL_S
+        )
     return found
 
 

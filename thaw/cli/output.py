@@ -56,6 +56,11 @@ def show_error(error: CommandError, as_json: bool) -> None:
         _errors.print(f"  {escape(qualify_commands(error.remedy))}")
 
 
+def show_warning(text: str) -> None:
+    """Print a line for people to the standard error stream."""
+    _errors.print(f"[yellow]{escape(qualify_commands(text))}[/]")
+
+
 def qualify_commands(text: str) -> str:
     """Return `text` with its `thaw …` commands as they run in this shell."""
     return text.replace("`thaw ", f"`{program()} ")

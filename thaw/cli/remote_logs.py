@@ -5,7 +5,8 @@ The mesh runs elsewhere: in containers, under systemd, or on other machines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from thaw.cli.api import Api
@@ -13,6 +14,12 @@ from thaw.errors import CommandError
 
 LEAST_PART = 4
 """Characters of a part of a name that select a log."""
+MOST_FAILURES = 10
+"""Reads of a log that is followed that may fail in a row."""
+_FIRST_RETRY_S = 1.0
+_MOST_RETRY_S = 8.0
+_FINAL = frozenset({"certificate", "invalid_api_key", "not_found", "permission_denied"})
+"""Codes of errors that do not pass by themselves."""
 
 
 @dataclass
@@ -22,6 +29,9 @@ class RemoteLog:
     node: str
     name: str
     position: int | None = None
+    failures: int = 0
+    """Failed reads in a row."""
+    _retry_at: float = float("-inf")
 
     def read(self, api: Api, lines: int) -> Iterator[str]:
         """Yield the last lines, or those since the latest read."""
@@ -31,6 +41,32 @@ class RemoteLog:
         yield from part.lines
         if is_first and part.rest and len(part.lines) < lines:
             yield part.rest
+
+    def follow(self, api: Api, lines: int, report: Callable[[str], None]) -> list[str]:
+        """Return the lines since the latest read; none before the retry of a failed one is due.
+
+        Args:
+            api: Of the gateway.
+            lines: Number of lines at most.
+            report: Called with the description of a failure after which the read is tried again.
+
+        Raises:
+            CommandError: The gateway refuses, or `MOST_FAILURES` reads in a row failed.
+        """
+        if time.monotonic() < self._retry_at:
+            return []
+        try:
+            found = list(self.read(api, lines))
+        except CommandError as e:
+            self.failures += 1
+            if e.code in _FINAL or self.failures >= MOST_FAILURES:
+                raise
+            retry_s = min(_MOST_RETRY_S, _FIRST_RETRY_S * 2 ** (self.failures - 1))
+            self._retry_at = time.monotonic() + retry_s
+            report(f"{self.node}: {e.what} Trying again in {retry_s:.0f} s.")
+            return []
+        self.failures = 0
+        return found
 
 
 def find_remote(api: Api, service: str) -> dict[str, RemoteLog]:

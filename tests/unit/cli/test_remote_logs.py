@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shared.contracts.admin import ClusterView, NodeView
 from shared.contracts.logs import LogFile, LogRead, LogsListed
+from thaw.cli import logs, remote_logs
 from thaw.cli.api import Api
 from thaw.cli.app import main
-from thaw.cli.remote_logs import RemoteLog, find_remote
+from thaw.cli.remote_logs import MOST_FAILURES, RemoteLog, find_remote
 from thaw.errors import CommandError
 
 NODES = tuple(NodeView(node=name, alive=name != "n-2") for name in ("n-0", "n-1", "n-2"))
@@ -36,6 +39,19 @@ class Logs(Api):
         position = len(self.content) - len(rest)
         found = tuple(text.split("\n")) if text else ()
         return LogRead(node=node, name=name, lines=found[-lines:], rest=rest, position=position)
+
+
+class Restarting(Logs):
+    """A gateway whose first answers are errors."""
+
+    def __init__(self, errors: list[CommandError]) -> None:
+        super().__init__()
+        self._errors = errors
+
+    def read_log(self, node: str, name: str, lines: int, after: int | None = None) -> LogRead:
+        if self._errors:
+            raise self._errors.pop()
+        return super().read_log(node, name, lines, after)
 
 
 def test_names_select_logs_as_on_this_machine() -> None:
@@ -65,6 +81,63 @@ def test_follow_mode_prints_each_line_once_and_whole() -> None:
     assert list(log.read(api, 10)) == []
     api.content += "ee\nfour\n"
     assert list(log.read(api, 10)) == ["three", "four"]
+
+
+def test_follow_mode_survives_a_gateway_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that were written meanwhile follow, each once."""
+    api = Restarting([CommandError("No gateway answers.", code="no_gateway")] * 3)
+    log, reported = RemoteLog("n-0", "zygote", position=0), list[str]()
+
+    def poll(now: int) -> list[str]:
+        monkeypatch.setattr(remote_logs, "time", SimpleNamespace(monotonic=lambda: now))
+        return log.follow(api, 10, reported.append)
+
+    found = [poll(now) for now in range(20)]
+    assert reported == [f"n-0: No gateway answers. Trying again in {s} s." for s in (1, 2, 4)]
+    assert [now for now, lines in enumerate(found) if lines] == [7]
+    assert found[7] == ["one", "two"]
+    assert log.failures == 0
+
+
+@pytest.mark.parametrize(("code", "attempts"), [("unreachable", MOST_FAILURES), ("permission_denied", 1), ("not_found", 1)])
+def test_follow_mode_ends_after_some_failures_in_a_row(monkeypatch: pytest.MonkeyPatch, code: str, attempts: int) -> None:
+    seconds = itertools.count(step=60)
+    monkeypatch.setattr(remote_logs, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    refusals = [CommandError("No nodeagent of n-0 answers.", code=code)] * 100
+    api, log = Restarting(refusals), RemoteLog("n-0", "zygote", position=0)
+    for _ in range(attempts - 1):
+        assert log.follow(api, 10, lambda _: None) == []
+    with pytest.raises(CommandError, match="No nodeagent"):
+        log.follow(api, 10, lambda _: None)
+    assert 100 - len(refusals) == attempts
+
+
+def test_failed_poll_is_reported_on_the_standard_error_stream(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    polls = 0
+
+    def stop_after_two_polls(_: float) -> None:
+        nonlocal polls
+        polls += 1
+        if polls == 2:
+            raise KeyboardInterrupt
+
+    class OnceUnreachable(Logs):
+        def read_log(self, node: str, name: str, lines: int, after: int | None = None) -> LogRead:
+            if after is not None:
+                raise CommandError("No gateway answers.", code="no_gateway")
+            return super().read_log(node, name, lines, after)
+
+    monkeypatch.setenv("THAW_URL", "http://gateway")
+    monkeypatch.setenv("THAW_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr(Api, "find", lambda _: OnceUnreachable())
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=stop_after_two_polls))
+    assert main(["logs", "loader.n-0", "-f"]) == 0
+    shown = capsys.readouterr()
+    assert "one" in shown.out
+    assert "Trying again" in shown.err
+    assert "Trying again" not in shown.out
 
 
 def test_document_has_the_logs_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

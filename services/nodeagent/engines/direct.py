@@ -91,9 +91,12 @@ class DirectLauncher:
         """
         if card.spec.container is None:
             return
-        reaper = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", self._module, "--reap", instance_id, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        try:
+            reaper = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", self._module, "--reap", instance_id, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+        except OSError as e:
+            raise EngineFailed(f"The process that removes containers of {instance_id} could not be started: {e}") from e
         try:
             async with asyncio.timeout(_CLEAN_WITHIN_S):
                 _, words = await reaper.communicate()

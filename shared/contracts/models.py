@@ -305,7 +305,8 @@ class ModelSpec(ModelOptions):
                 raise ValueError(f"{name} is for engines other than builtin; name one with `engine:`")
         if self.stages > 1:
             self._check_stages(ours)
-        if ours and (given := self.engine_args.get("tool_call_parser")) is not None and given not in ALIASES:
+        given = self.engine_args.get("tool_call_parser")
+        if ours and given is not None and (not isinstance(given, str) or given not in ALIASES):
             raise ValueError(f"tool_call_parser {given!r:.80} is not known. Use one of {', '.join(sorted(ALIASES))}")
         if self.engine == "openai" and not self.command and self.container is None:
             raise ValueError("engine: openai needs a command, or a container")

@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from shared.model_paths import resolve_model
 from thaw.errors import CommandError
 
 
@@ -44,7 +45,7 @@ def model_directory(written: str) -> Path | None:
     """
     path = local_path(written)
     try:
-        path = path.resolve()
+        path = resolve_model(path)
         return path if path.is_dir() or (path.suffix == ".gguf" and path.is_file()) else None
     except (OSError, RuntimeError) as e:  # no access on the way to it, a name too long, links in a circle
         why = e.strerror if isinstance(e, OSError) else "links in a circle"

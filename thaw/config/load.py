@@ -19,6 +19,7 @@ from shared.contracts.keys import HASH_PATTERN, NewKey
 from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec
 from shared.contracts.prices import Prices
 from shared.device_list import PAGE_BYTES, SEPARATE, parse_devices, parse_rate
+from shared.model_paths import resolve_model
 from shared.policies import policy_names
 from thaw.config.faults import EXAMPLE, ConfigError, Fault, message_of, unknown_key
 from thaw.config.faults import Path as KeyPath
@@ -312,14 +313,14 @@ class _Check:
                 )
             return source
         try:
-            directory = (self._directory / Path(os.path.expandvars(source)).expanduser()).resolve()
+            directory = resolve_model(self._directory / Path(os.path.expandvars(source)).expanduser())
             if not directory.is_dir() and not (directory.suffix == ".gguf" and directory.is_file()):
                 kind = "file" if directory.suffix == ".gguf" and not directory.exists() else "directory"
                 fault = f"there is no {kind} {directory}"
                 if directory.is_file():
                     fault = f"{directory} is a file, not a directory or .gguf file"
                 self._tree.fault((*path, "source"), f"given {source!r}; {fault}")
-        except (OSError, RuntimeError) as e:  # no access on the way to it, a name too long, an unknown user's home
+        except (OSError, RuntimeError, ValueError) as e:  # no access, too long, an unknown user's home, a zero byte
             self._tree.fault((*path, "source"), f"given {source!r}, which cannot be looked at ({e})")
             return source
         return str(directory)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from shared.contracts.model_info import LayerSizes, ModelInfo
 from shared.contracts.models import ENGINE_SOURCE, ModelSpec
 from shared.errors import CheckpointInvalid
+from shared.model_paths import resolve_model
 from weights.formats.checkpoint import INDEX, parse_index, parse_json, read_small
 from weights.formats.gguf import Gguf, read_gguf
 from weights.formats.root import expand_user, mode_of
@@ -45,20 +46,11 @@ def describe_foreign(spec: ModelSpec) -> ModelInfo | None:
     if mode_of(path) is None:
         raise CheckpointInvalid(f"{path} does not exist on this node; copy the model there or correct its source")
     try:
-        return _describe_local(spec, _resolve(path))
+        return _describe_local(spec, resolve_model(path))
     except OSError as e:
         raise CheckpointInvalid(
             f"{e.filename or path} cannot be read: {e.strerror}; copy the whole model directory, or check its permissions and the disk"
         ) from e
-
-
-def _resolve(path: Path) -> Path:
-    """Return `path` without links, but with a name that shows the kind of file.
-
-    In the hub's cache the files are links to blobs.
-    """
-    found = path.resolve()
-    return found if found.suffix == path.suffix or path.suffix != ".gguf" else path.parent.resolve() / path.name
 
 
 def _describe_local(spec: ModelSpec, path: Path) -> ModelInfo:

@@ -46,6 +46,7 @@ _REFUSED = {
 """Settings of an adapter's that would change the output and cannot be honoured, with the remedy."""
 _SHOWN = 3
 _PATTERNS = 256
+_MAX_NUMBER = 1 << 31
 
 
 def is_adapter(present: Collection[str]) -> bool:
@@ -144,15 +145,15 @@ def _read_config(raw: Mapping[str, Any], where: str) -> AdapterInfo:
 
 def _number(value: Any, *, whole: bool = False) -> bool:
     kinds = (int,) if whole else (int, float)
-    return isinstance(value, kinds) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < _MAX_NUMBER
 
 
 def _pattern(raw: Mapping[str, Any], key: str, where: str, *, whole: bool = False) -> dict[str, Any]:
     found = raw.get(key) or {}
-    if len(found) > _PATTERNS:
-        raise InvalidModel(f"{where}: {key} has {len(found)} entries; at most {_PATTERNS} are supported")
     if not isinstance(found, dict) or not all(_number(v, whole=whole) for v in found.values()):
         raise CheckpointInvalid(f"{where}: {key} must map names of modules to positive numbers")
+    if len(found) > _PATTERNS:
+        raise InvalidModel(f"{where}: {key} has {len(found)} entries; at most {_PATTERNS} are supported")
     # PEFT takes them for regular expressions, which can be written to run for ever.
     if strange := [name for name in found if not _PLAIN.fullmatch(name)]:
         raise InvalidModel(f"{where}: {key} has {strange[0]!r}; only names of modules, or ends of them, are supported there")

@@ -13,6 +13,8 @@ TOKENIZER = "tokenizer.json"
 _MAX_BYTES = 256 * 1024 * 1024
 """Limit of a tokenizer.json: vocabularies of a quarter of a million tokens take 33 MB."""
 
+_MAX_DIGITS = 18
+
 
 def special_token_ids(directory: Path, present: Collection[str]) -> tuple[int, ...]:
     """Return the ids that `skip_special_tokens` removes from a text, in order.
@@ -32,7 +34,7 @@ def special_token_ids(directory: Path, present: Collection[str]) -> tuple[int, .
 
 def _iter_added(directory: Path, present: Collection[str]) -> Iterator[tuple[int, Any]]:
     if CONFIG in present and isinstance(named := _read(directory / CONFIG).get("added_tokens_decoder"), dict):
-        yield from ((int(i), token) for i, token in named.items() if i.isdecimal())
+        yield from ((int(i), token) for i, token in named.items() if i.isdecimal() and len(i) <= _MAX_DIGITS)
     elif TOKENIZER in present and isinstance(listed := _read(directory / TOKENIZER).get("added_tokens"), list):
         yield from ((t["id"], t) for t in listed if isinstance(t, dict) and isinstance(t.get("id"), int))
 

@@ -94,6 +94,19 @@ def test_a_missing_gguf_file_is_called_a_file(tmp_path: Path) -> None:
     assert errors[0].endswith(f"there is no file {tmp_path}/a.gguf")
 
 
+def test_gguf_file_in_the_hubs_cache_is_a_link_to_a_blob(tmp_path: Path) -> None:
+    (tmp_path / "blob").touch()
+    (tmp_path / "a.gguf").symlink_to("blob")
+    file = load(tmp_path, "models:\n  - {name: a, source: ./a.gguf, engine: llamacpp}\n")
+    assert file.models[0].source == str(tmp_path / "a.gguf")
+
+
+def test_a_source_with_a_zero_byte_is_a_fault_of_its_line(tmp_path: Path) -> None:
+    errors = lines(tmp_path, 'models:\n  - name: a\n    source: "a\\0b"\n')
+    assert len(errors) == 1
+    assert "cannot be looked at" in errors[0]
+
+
 def test_adapter_errors_name_line_and_key(tmp_path: Path) -> None:
     errors = lines(
         tmp_path,

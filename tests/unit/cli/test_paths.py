@@ -43,6 +43,9 @@ def test_source_argument_resolves_to_a_local_path(tmp_path: Path) -> None:
     assert model_directory(str(tmp_path / "link")) == tmp_path / "m"
     assert local_path(tmp_path / "link") == tmp_path / "link"
     assert model_directory(str(tmp_path / "x.gguf")) == tmp_path / "x.gguf"
+    (tmp_path / "y.gguf").symlink_to(tmp_path / "blob")
+    (tmp_path / "blob").touch()
+    assert model_directory(str(tmp_path / "y.gguf")) == tmp_path / "y.gguf"
     assert model_directory(str(tmp_path / "none")) is None
 
 

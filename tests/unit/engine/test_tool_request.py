@@ -342,6 +342,8 @@ def test_names_of_vllm_override_the_template() -> None:
     spec = ModelSpec(name="m", source="/m", engine_args={"tool_call_parser": "deepseek_v31"})
     assert spec.tool_call_parser == "deepseek_v31"
     assert spec.model_copy(update={"tool_parser": "hermes"}).tool_call_parser == "hermes"
+    with pytest.raises(ValidationError, match="is not known"):
+        ModelSpec(name="m", source="/m", engine_args={"tool_call_parser": ["hermes"]})
     with pytest.raises(ValidationError, match="tool_call_parser 'other' is not known"):
         ModelSpec(name="m", source="/m", engine_args={"tool_call_parser": "other"})
     assert ModelSpec(name="m", source="/m", engine="vllm", engine_args={"tool_call_parser": "other"}).engine_args

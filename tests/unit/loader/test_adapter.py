@@ -107,6 +107,8 @@ A0 = f"base_model.model.{Q.format(0)}"
         (InvalidModel, {}, {"alpha_pattern": {"(a+)+$": 1}}, "only names of modules"),
         (InvalidModel, {}, {"rank_pattern": {f"m{i}": 4 for i in range(300)}}, "at most 256"),
         (CheckpointInvalid, {}, {"rank_pattern": {"q_proj": "4"}}, "positive numbers"),
+        (CheckpointInvalid, {}, {"alpha_pattern": 8}, "positive numbers"),
+        (CheckpointInvalid, {}, {"lora_alpha": 10**400}, "positive numbers"),
         (CheckpointInvalid, {}, {"r": 0}, "positive numbers"),
         (CheckpointInvalid, {}, {"r": True}, "positive numbers"),
         (CheckpointInvalid, {}, {"lora_alpha": None}, "positive numbers"),

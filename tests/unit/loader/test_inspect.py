@@ -53,7 +53,7 @@ def test_special_tokens_are_read_from_the_tokenizer_files(tmp_path: Path) -> Non
     listed = [{"id": 9, "special": True}, {"id": 4, "special": True}, {"id": 5, "special": False}, {"id": "6", "special": True}, 7]
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps({"added_tokens": listed}))
     assert inspect(tmp_path / "m").special_token_ids == (4, 9)
-    named = {"7": {"special": True}, "8": {"special": False}, "x": {"special": True}}
+    named = {"7": {"special": True}, "8": {"special": False}, "x": {"special": True}, "9" * 5000: {"special": True}}
     (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": named}))
     assert inspect(tmp_path / "m").special_token_ids == (7,)
 

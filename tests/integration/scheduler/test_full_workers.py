@@ -9,8 +9,7 @@ from services.scheduler.domain.events import Recovered
 from shared.contracts.models import Slo
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
-from tests.unit.scheduler.lifecycle.test_full_workers import begin_successor, divided, fail, fill, promised, serving
-from tests.unit.scheduler.placement.test_stage_count import make, with_token_time
+from tests.support.divided_models import begin_successor, divided, fail, fill, make, promised, serving, with_token_time
 from tests.unit.scheduler.world import World
 
 

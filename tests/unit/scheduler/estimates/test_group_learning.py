@@ -11,8 +11,8 @@ from services.scheduler.domain.state.measurements import ANYWHERE
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import Candidate
+from tests.support.divided_models import SPEED, make
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.placement.test_stage_count import SPEED, make
 from tests.unit.scheduler.world import World
 
 REMOTE = bandwidth("remote")

@@ -14,8 +14,8 @@ from shared.contracts.loader import LinkStatus
 from shared.contracts.migration import MigrationRecord
 from shared.contracts.models import Slo
 from shared.contracts.node import InstanceState
+from tests.support.divided_models import SPEED, make, with_token_time
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.placement.test_stage_count import SPEED, make, with_token_time
 from tests.unit.scheduler.world import Running, World
 
 READY, LOADING = InstanceState.READY, InstanceState.LOADING

@@ -17,37 +17,25 @@ from services.scheduler.domain.values import replace
 from shared.contracts.models import Slo
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
+from tests.support.divided_models import (
+    begin_successor,
+    chosen,
+    divided,
+    fail,
+    fill,
+    make,
+    others,
+    promised,
+    serving,
+    with_token_time,
+)
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.placement.test_stage_count import chosen, make, others, with_token_time
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.world import World
 from thaw.cli.explain import _way
 
 READY, LOADING = InstanceState.READY, InstanceState.LOADING
 WHOLE = 382 * MIB
 """What an instance of the model needs; a stage of two needs 291 MiB."""
-
-
-def divided(ms: float = 55.0, *, nodes: int = 2, **options: Any) -> World:
-    """Return a world with a model whose time per token two low-memory workers make too long."""
-    w = with_token_time(make(6.0, nodes=nodes, slo=Slo(ttft=6.0, tpot=0.1), **options), ms)
-    w.demand("m")
-    return w
-
-
-def promised(w: World) -> dict[str, int]:
-    """Return the promised bytes by device."""
-    found = {key: b.promised_bytes for key, b in w.state.bookings.items() if b.promised_bytes}
-    assert found == {f.device: f.reserve_bytes for f in w.state.full_workers.values() if f.used_by is None}
-    return found
-
-
-def serving(w: World) -> list[Running]:
-    w.get_ready("m")
-    w.demand("m", 0, in_flight=1)
-    first = next(r for r in w.of("m") if r.group is not None and r.group.index == 0)
-    first.active = 1
-    w.hear()
-    return [r for r in w.of("m") if r.group is not None]
 
 
 def test_objective_that_low_memory_workers_miss_is_met_with_a_full_worker() -> None:
@@ -97,15 +85,6 @@ def test_groups_that_are_not_consolidated_have_no_full_workers() -> None:
     w.policy = Policy(consolidate=False)
     w.demand("m")
     assert chosen(w).stages == 1
-
-
-def fill(w: World) -> None:
-    """Fill the free memory of all devices with instances that are kept."""
-    for n in w.agents:
-        free = booking_of(w.state, n, "cpu:0").free_bytes
-        w.model(f"on-{n}", weights=free - 230 * MIB, placement={"devices": [f"{n}/*"]}, replicas={"min": 1}, pin=True)
-        w.get_ready(f"on-{n}")
-        assert w.of(f"on-{n}", READY), n
 
 
 def test_consolidation_takes_the_promised_memory_where_no_other_is_free() -> None:
@@ -240,21 +219,6 @@ def test_new_leader_makes_the_promises_again_from_the_plan() -> None:
     w.tick()
     assert promised(w) == before
     assert {s.node for s in w.state.later_stages.values()} == {"n1"}
-
-
-def begin_successor(w: World) -> Running:
-    """Return the instance that replaces the group, while it loads in the promised memory."""
-    w.tick(3.0)
-    [one] = [r for r in w.of("m", LOADING) if r.group is None]
-    assert one.command.instance_id in w.agents["n0"].instances
-    assert not promised(w)
-    return one
-
-
-def fail(w: World, one: Running) -> None:
-    one.state, one.error = InstanceState.FAILED, EngineFailed("it ended").body()
-    w.hear()
-    w.finish_stops()
 
 
 def test_failed_start_of_the_successor_returns_the_promise_for_the_next_one() -> None:

@@ -21,8 +21,8 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
+from tests.support.divided_models import make
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.placement.test_stage_count import make
 from tests.unit.scheduler.world import Running, World
 
 READY, LOADING, DRAINING = InstanceState.READY, InstanceState.LOADING, InstanceState.DRAINING

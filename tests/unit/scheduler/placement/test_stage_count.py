@@ -6,65 +6,17 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.effects import SendPrepare, SendStop
-from services.scheduler.domain.estimates.token_times import TOKEN, token_s
+from services.scheduler.domain.estimates.token_times import token_s
 from services.scheduler.domain.events import AddModelsRequested
 from services.scheduler.domain.state.accounting import booking_of
-from services.scheduler.domain.state.changes import Put, apply
-from services.scheduler.domain.state.measurements import ANYWHERE, Estimate
 from shared.contracts.base import ErrorBody
-from shared.contracts.loader import LinkStatus
-from shared.contracts.model_info import AdapterInfo, LayerSizes
+from shared.contracts.model_info import AdapterInfo
 from shared.contracts.models import ModelSpec, Slo
-from shared.contracts.plans import Candidate
+from tests.support.divided_models import SPEED, chosen, make, others, with_token_time
 from tests.support.fake_node import MIB, model_info
-from tests.unit.scheduler.world import World
 
-WEIGHTS = 158 * MIB
 SMALL = 400 * MIB
-SPEED = 20 * MIB
-"""Of a node's link to the remote source: the whole model takes 7.9 s, half of it 4 s."""
-
-
-def make(
-    ttft: float | None,
-    *,
-    nodes: int = 4,
-    speeds: tuple[float, ...] = (),
-    kind: str = "llama",
-    budget: int = 1000 * MIB,
-    **options: Any,
-) -> World:
-    """Return a world whose nodes have a slow link each, and a remote model with an objective."""
-    w = World()
-    for n in range(nodes):
-        w.node(f"n{n}", budget)
-    if ttft is not None:
-        options.setdefault("slo", Slo(ttft=ttft))
-    spec = ModelSpec(name="m", source="http://far/m", max_concurrency=1, **options)
-    layers = LayerSizes(count=12, embedding_bytes=MIB, layer_bytes=13 * MIB, head_bytes=MIB)
-    info = model_info(spec.source, WEIGHTS).model_copy(update={"layers": layers, "model_type": kind})
-    answer = w.admin(AddModelsRequested(w.now, "add", (spec,), {"m": info}, False))
-    assert not isinstance(answer, ErrorBody), answer
-    for n in range(nodes):
-        speed = speeds[n] if speeds else SPEED
-        w.loader(f"n{n}", (), bytes_per_second=1e9, links=(LinkStatus(link="remote:far", bytes_per_second=speed),))
-    return w
-
-
-def chosen(w: World) -> Candidate:
-    plan = w.state.last_plan_of("m")
-    assert plan is not None
-    assert plan.chosen is not None
-    return plan.chosen
-
-
-def others(w: World) -> dict[int, Candidate]:
-    """Return the groups that were considered and not taken, by their stages."""
-    plan = w.state.last_plan_of("m")
-    assert plan is not None
-    return {c.stages: c for c in plan.candidates if c.stages > 1 and c.excluded}
 
 
 def test_objective_that_one_worker_misses_gets_the_smallest_group_that_meets_it() -> None:
@@ -168,12 +120,6 @@ def test_without_the_capability_there_are_no_groups() -> None:
     w.demand("m")
     assert chosen(w).stages == 1
     assert not others(w)
-
-
-def with_token_time(w: World, ms: float) -> World:
-    """Let the model's engine have measured its time per token."""
-    apply(w.state, [Put(Estimate("m", ANYWHERE, {TOKEN: Parameter(ms, 0.0, 5)}))])
-    return w
 
 
 def test_time_per_token_of_a_group_is_at_worst_that_of_all_stages() -> None:

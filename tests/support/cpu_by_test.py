@@ -33,15 +33,18 @@ class CpuCounter:
         self._folder.mkdir(exist_ok=True)
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
         self._is_v1 = is_v1
+        # Open until the end: a test may replace what opens files.
+        self._usage = os.open(self._folder / ("cpuacct.usage" if is_v1 else "cpu.stat"), os.O_RDONLY)
 
     def total_s(self) -> float:
+        text = os.pread(self._usage, 4096, 0).decode()
         if self._is_v1:
-            return int((self._folder / "cpuacct.usage").read_text()) / 1e9
-        lines = (self._folder / "cpu.stat").read_text().splitlines()
-        return int(dict(line.split() for line in lines)["usage_usec"]) / 1e6
+            return int(text) / 1e9
+        return int(dict(line.split() for line in text.splitlines())["usage_usec"]) / 1e6
 
     def close(self) -> None:
         """Leave the cgroup, and remove it unless processes are left in it."""
+        os.close(self._usage)
         (self._parent / "cgroup.procs").write_text(str(os.getpid()))
         with contextlib.suppress(OSError):
             self._folder.rmdir()

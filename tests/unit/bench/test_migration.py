@@ -41,7 +41,11 @@ def test_a_pause_is_the_longest_gap_above_the_median() -> None:
 def test_processes_are_pinned_to_the_cores_of_their_node() -> None:
     cores = sorted(os.sched_getaffinity(0))
     first, last = {cores[0]}, {cores[-1]}
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, "THAW_NODE": "node-0"})
+    # Popen returns before the kernel shows the new environment: it is there once the program runs.
+    command, environment = [sys.executable, "-c", "input(print(flush=True) or '')"], {**os.environ, "THAW_NODE": "node-0"}
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    assert child.stdout is not None
+    child.stdout.readline()
     waits = threading.Event()
     thread = threading.Thread(target=waits.wait)
     thread.start()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from services.scheduler.domain.cost.cost import Cost, Way
-from services.scheduler.domain.estimates.start_times import Prediction
+from services.scheduler.domain.estimates.start_times import Forecast, Prediction
 from services.scheduler.domain.formatting import gib
 from services.scheduler.domain.placement.request import PlacementRequest
 from services.scheduler.domain.placement.victims import clear_device, device_view
@@ -33,6 +33,8 @@ _SEVERITY = ("none", "leaving", "evict", "suspend", "migrate", "preempt")
 _LEAVING = Clearance("leaving")
 _MOST_TEMPLATES = 8
 """Templates that are considered for one model, the most promising ones."""
+_MOST_RANKED_TEMPLATES = 256
+"""Templates whose devices are looked at for one model: a bound on the decision's time."""
 
 
 Shortfalls = tuple[tuple[str, int], ...]
@@ -219,27 +221,29 @@ def template_options(tx: Transaction, r: PlacementRequest) -> Iterator[Candidate
     """
     if not tx.state.by_template or "template" not in tx.policy.capabilities & r.profile.uses:
         return
-    card = r.model.card
-    same_key = tx.state.by_template.get(template_key(card), ())
-    kv_bytes = need_of(card).kv if same_key else 0
-    found = [
-        i
-        for instance_id in same_key
-        if (i := tx.state.instances.get(instance_id)) is not None
-        and i.state.parked
-        and i.leaving == "no"
-        and i.kv_bytes == kv_bytes
-    ]
+    key = template_key(r.model.card)
+    if key not in tx.state.by_template:
+        return
+    kv_bytes = need_of(r.model.card).kv
+    found = tx.memoize(("templates", key, kv_bytes), lambda: _list_templates(tx, r.forecast, key, kv_bytes))
     if len(found) > _MOST_TEMPLATES:
-        found = heapq.nsmallest(_MOST_TEMPLATES, found, key=lambda i: _rank_template(tx, r, i))
+        found = heapq.nsmallest(_MOST_TEMPLATES, found[:_MOST_RANKED_TEMPLATES], key=lambda i: _rank_template(tx, r, i))
     for i in found:
         yield _template_option(tx, r, i)
 
 
-def _rank_template(tx: Transaction, r: PlacementRequest, i: Instance) -> tuple[object, ...]:
-    """Return how much has to leave the devices of a template, and how long it takes."""
-    worst = max([_rank(tx, r, booking_of(tx.state, i.node, device_id)) for device_id in i.device_ids])
-    return (*worst, r.forecast.predict_template(i, leaving=False).ms, i.instance_id)
+def _list_templates(tx: Transaction, forecast: Forecast, key: str, kv_bytes: int) -> list[Instance]:
+    """Return the instances whose engines can be taken; of many the soonest ready are first."""
+    there = [i for instance_id in tx.state.by_template[key] if (i := tx.state.instances.get(instance_id)) is not None]
+    found = [i for i in there if i.state.parked and i.leaving == "no" and i.kv_bytes == kv_bytes]
+    if len(found) > _MOST_TEMPLATES:
+        found.sort(key=lambda i: forecast.predict_template(i, leaving=False).ms)
+    return found
+
+
+def _rank_template(tx: Transaction, r: PlacementRequest, i: Instance) -> tuple[int, bool]:
+    """Return how much has to leave a template's devices, and whether the model failed there."""
+    return max([_rank(tx, r, booking_of(tx.state, i.node, device_id)) for device_id in i.device_ids])
 
 
 def _template_option(tx: Transaction, r: PlacementRequest, i: Instance) -> Candidate | FeasiblePlacement:

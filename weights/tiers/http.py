@@ -103,7 +103,7 @@ class HttpTier(RemoteTier):
             return {}
         if data is None:
             return {}
-        lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
+        lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip() and not line.startswith("#")]
         found = [m for line in lines if (m := _SUM.fullmatch(line)) is not None]
         if lines and not found:  # a page that says "no such file", with status 200
             log.warning("a list of checksums has none; files are not verified", extra={"file": f"{self.source}/{SUMS}"})

@@ -192,6 +192,9 @@ class FirstStageRunner:
             parts = tuple(StageRow(sequence=r.state.number, start=r.start, count=len(r.tokens)) for r in rows[first:end])
             outbound.put(Frame(StageStep(number=number, rows=parts), to_bytes(hidden)))
             sent.append((number, end - first))
+        positions = [row.start + len(row.tokens) for row in rows]
+        if len(sent) == 1 and max(positions) < self._context:
+            self._part.prepare(positions)  # of the next step, while other stages compute this one
         results: list[torch.Tensor] = []
         for number, count in sent:
             try:

@@ -1,12 +1,13 @@
 """Computes a part of a model: its layers, and what its first and last layer need.
 
 The forward pass is transformers' own. It gets the hidden states of the stage before at its first
-layer (a hook), and its last layer's output is taken by another hook. `model/stage_model` builds the
-part.
+layer (a hook), and its last layer's output is taken by another hook. A step that was prepared calls
+the layers directly (`direct_layers`). `model/stage_model` builds the part.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from services.engine.generation.kv_cache import PackedBatch, PackedCache, Slice, packed
+from services.engine.stages.direct_layers import DirectLayers
 from shared.contracts.stages import LayerRange
 from shared.errors import UnsupportedArchitecture
 from weights.formats.execution_order import Position, position_of
+
+log = logging.getLogger(__name__)
 
 
 class StagePart:
@@ -32,7 +36,8 @@ class StagePart:
         self._model = model
         self._incoming: torch.Tensor | None = None
         self._outgoing: torch.Tensor | None = None
-        found = _own_layers(model, layers)
+        decoder, found = _own_layers(model, layers)
+        self._direct = DirectLayers(model, decoder, found, layers, device)
         if not layers.is_first:
             found[0].register_forward_pre_hook(self._replace_input, with_kwargs=True)
         if not layers.is_last:
@@ -50,6 +55,9 @@ class StagePart:
             Hidden states, [tokens, hidden size]; of the last stage logits after each sequence's
             last token, [sequences, vocabulary].
         """
+        if all(part.count == 1 for part in slices) and self._direct.is_prepared([part.start for part in slices]):
+            with torch.inference_mode(), packed(PackedBatch(slices)):
+                return self._direct.compute(tokens, None if hidden is None else hidden.to(self.device)[None])[0].to(self.dtype)
         positions: list[int] = []
         last: list[int] = []
         for part in slices:
@@ -75,9 +83,22 @@ class StagePart:
         finally:
             self._incoming = self._outgoing = None
 
+    def prepare(self, positions: Sequence[int]) -> None:
+        """Prepare a step of one token of each of some sequences, at these positions.
+
+        `compute` uses it if the next step is that one. Call this while the stage has no other work.
+        """
+        try:
+            self._direct.prepare(positions)
+        except Exception:  # steps do without it
+            log.exception("failed to prepare a step")
+            self._direct.is_possible = False
+
     def _replace_input(
         self, _: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._incoming is None:
+            return None  # the layer is called with its input
         if positional:
             return (self._incoming, *positional[1:]), named
         return positional, {**named, "hidden_states": self._incoming}
@@ -86,10 +107,10 @@ class StagePart:
         self._outgoing = output[0] if isinstance(output, tuple) else output
 
 
-def _own_layers(model: PreTrainedModel, layers: LayerRange) -> list[nn.Module]:
-    """Return the layers of a part, whose numbers are those of the whole model."""
+def _own_layers(model: PreTrainedModel, layers: LayerRange) -> tuple[nn.Module, list[nn.Module]]:
+    """Return the decoder and the layers of a part, whose numbers are those of the whole model."""
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and str(layers.first) in module._modules
         if is_list and position_of(f"{name}.{layers.first}.weight") is Position.LAYER:
-            return list(module.children())
+            return model.get_submodule(name.rpartition(".")[0]), list(module.children())
     raise UnsupportedArchitecture(f"{type(model).__name__} has no list of layers")

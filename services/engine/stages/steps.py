@@ -125,6 +125,7 @@ class StageSteps:
                 self._relay(frame.message)
             case StageStep() as step:
                 self._outbound.put(self._compute(step, frame))
+                self._prepare(step)
             case StageRelease(sequences=numbers):
                 for number in numbers:
                     self._sequences.pop(number, None)
@@ -201,6 +202,12 @@ class StageSteps:
         if part.layers.is_last:
             return Frame(StageResult(number=step.number), output)
         return Frame(step, output)
+
+    def _prepare(self, step: StageStep) -> None:
+        """Prepare the step after this one while other stages compute, unless a frame waits here."""
+        positions = [row.start + row.count for row in step.rows]
+        if max(positions) < self._context and not self._inbound.has_frame:
+            self._part.prepare(positions)
 
     def _find(self, number: int, start: int) -> SequenceKV:
         known = self._sequences.get(number)

@@ -53,12 +53,14 @@ def test_stages_compute_what_the_whole_model_does(family: str, tmp_path: Path) -
         own = [whole.new_state() for _ in PROMPTS]
         theirs = [[SequenceKV() for _ in PROMPTS] for _ in parts]
         new, starts = [list(p) for p in PROMPTS], [0] * len(PROMPTS)
-        for _ in range(4):
+        for step in range(5):
             rows = [Row(s, start, tokens) for s, start, tokens in zip(own, starts, new, strict=True)]
             expected = whole.forward(rows)
             passed: torch.Tensor | None = None
             for part, states in zip(parts, theirs, strict=True):
                 slices = [Slice(s, start, len(tokens)) for s, start, tokens in zip(states, starts, new, strict=True)]
+                if step > 2:
+                    part.prepare(starts)
                 passed = part.compute(slices, [t for tokens in new for t in tokens], passed)
             assert passed is not None
             assert torch.equal(passed.float(), expected)

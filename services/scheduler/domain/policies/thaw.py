@@ -223,7 +223,7 @@ def _estimate_shared_delay(ask: Ask, o: Option) -> tuple[float, float]:
     """Return the delay of its first token by shared compute, and the delay that it causes.
 
     Busy instances of a device compute in turns of equal time. Each one is delayed by what the new
-    one computes until it is done itself.
+    one computes until it is done itself, and so are all of its requests, running and waiting.
     """
     alone = o.cost.phases.get("prefill") or ask.exec_s
     if not alone or o.way == "ready" or len(o.devices) > 1:
@@ -232,7 +232,7 @@ def _estimate_shared_delay(ask: Ask, o: Option) -> tuple[float, float]:
     if not busy:
         return 0.0, 0.0
     work_s = (ask.exec_s or alone) * max(1, ask.requests)
-    return alone * len(busy), sum([min(r.remaining_s, work_s) for r in busy])
+    return alone * len(busy), sum([min(r.remaining_s, work_s) * max(1, r.active + r.queued) for r in busy])
 
 
 def keep(keep_alive: float, load_s: float) -> float:

@@ -141,6 +141,17 @@ def test_neighbours_are_delayed_by_no_more_than_the_new_instance_computes() -> N
     assert choose(Ask("new", 10, 0.0, exec_s=0.1, requests=30), [beside, away], "") is away, "30 requests wait 0.1 s each for turns"
 
 
+def test_delay_of_a_busy_neighbour_counts_for_each_of_its_requests() -> None:
+    """Its turns delay all that run and wait there by 0.1 s each."""
+    few, many = (Resident("r", "r", 70, "serving", active=2, queued=n, remaining_s=60.0) for n in (3, 18))
+    away = Option((device(key="b/0"),), "load", Cost(2.0))
+    for neighbour, chosen_key in ((few, "a/0"), (many, "b/0")):
+        beside = Option((device(neighbour, key="a/0"),), "load", Cost(1.0))
+        found = choose(Ask("new", 10, 0.0, exec_s=0.1), [beside, away], "")
+        assert found is not None
+        assert found.key == (chosen_key,)
+
+
 def test_popular_model_is_kept_although_another_is_as_certain_to_be_used() -> None:
     """Evicting either delays one request by 10 s; 20 more of the popular one arrive then."""
     rare = Resident("rare", "rare", 10, "idle", last_used=1.0, miss_probability=1.0, reload_s=10.0, requests_per_s=0.02)

@@ -30,6 +30,7 @@ from shared.messaging import Mesh
 from shared.telemetry.ids import SystemIds
 from tests.support.fake_node import FakeNode
 from tests.support.servers import NatsServer
+from tests.support.shared_heap import shared_heap  # noqa: F401
 
 QUESTIONS = (ViewCluster, ExplainPlan, ViewMigrations)
 

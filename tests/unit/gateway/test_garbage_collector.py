@@ -50,7 +50,6 @@ def usual() -> Iterator[None]:
     before = gc.get_threshold()
     yield
     gc.set_threshold(*before)
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("usual")

@@ -26,3 +26,4 @@ def test_frozen_objects_are_skipped_and_new_garbage_is_collected() -> None:
         unfreeze_heap()
     assert gc.get_freeze_count() == 0
     assert gc.get_threshold() == before
+    gc.freeze()  # the tests' own objects, as after their collection (tests/conftest.py)

@@ -63,6 +63,13 @@ def ask(http: httpx.Client, headers: dict[str, str] | None = None) -> tuple[floa
         return first, response.headers["x-request-id"]
 
 
+def round_trip_ms(http: httpx.Client) -> float:
+    """Return the time of a request that nothing computes for."""
+    started = time.perf_counter()
+    assert http.get("/v1/models").status_code == 200
+    return (time.perf_counter() - started) * 1e3
+
+
 def test_cold_start_is_traced_by_every_process_with_links_both_ways(http: httpx.Client, receiver: OtlpReceiver) -> None:
     trace_id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     ask(http, {"traceparent": f"00-{trace_id}-{parent}-01"})
@@ -91,16 +98,19 @@ def test_critical_path_equals_the_ttft_measured_by_the_client(mesh: Thaw, http: 
         for _ in range(5):
             if temperature == "cold":
                 mesh.json("sleep", "demo")
+            # What the client and the connection add depends on the machine and its load.
+            added = round_trip_ms(http)
             measured, request_id = ask(http)
+            added = max(added, round_trip_ms(http))
             until(lambda r=request_id: mesh.run("trace", r, "--json").returncode == 0, what="the trace is written")  # type: ignore[misc]
             request = mesh.json("trace", request_id)["request"]
             assert request["cold"] is (temperature == "cold")
             total = sum(s["duration_ms"] for s in request["critical_path"])
-            if abs(total - measured) <= max(5.0, 0.05 * measured):
+            if abs(total - measured) <= max(5.0, 2 * added, 0.05 * measured):
                 break
-            misses.append((total, measured))
+            misses.append((total, measured, added))
         else:
-            pytest.fail(f"{temperature}: critical path and TTFT in ms: {misses}")
+            pytest.fail(f"{temperature}: critical path, TTFT and round trip in ms: {misses}")
 
 
 def test_no_prompt_is_in_logs_or_spans(mesh: Thaw, http: httpx.Client, receiver: OtlpReceiver) -> None:

@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && { echo $$p; break; }; done)
 # An extra package index for torch alone, e.g. https://download.pytorch.org/whl/cpu for the small CPU-only build.
 TORCH_INDEX ?=
-# What installs: pip, or uv, which takes a fifth of the CPU time, but reads no configuration of pip.
+# The installer: pip, or uv, which takes a fifth of the CPU time and ignores the configuration of pip.
 INSTALLER ?= pip
 # Options of both installs, e.g. --no-compile where tests import what they need.
 PIP_OPTIONS ?=

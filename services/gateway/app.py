@@ -13,6 +13,7 @@ import resource
 import socket
 import sys
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import uvicorn
@@ -262,7 +263,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
     )
-    if fault := _load(config):
+    if fault := _load_tls(config):
         sys.stderr.write(f"gateway: cannot use TLS: {fault}; check THAW_TLS_CERTIFICATE and THAW_TLS_KEY\n")
         return 1
     server = HttpServer(config, listener)
@@ -287,14 +288,20 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
     return 1 if lost else 0
 
 
-def _load(config: uvicorn.Config) -> str:
+def _load_tls(config: uvicorn.Config) -> str:
     """Load the certificate and the key, if there are any, and return what is wrong with them."""
     if config.ssl_keyfile is not None and config.ssl_certfile is None:
         return "the key has no certificate"
+    files = [Path(file) for file in (config.ssl_certfile, config.ssl_keyfile) if file is not None]
+    for file in files:  # the error of loading names none
+        try:
+            file.open("rb").close()
+        except OSError as e:
+            return f"{file}: {e.strerror}"
     try:
         config.load()
     except OSError as e:
-        return f"{config.ssl_certfile}: {e.strerror}"
+        return f"{' with '.join(map(str, files))}: {e.strerror}"
     return ""
 
 

@@ -174,7 +174,9 @@ class GatewaySettings(CommonSettings):
     batches_per_key: int = Field(default=8, ge=0, description="Maximum batches of each API key that have not ended.")
     batch_max_requests: int = Field(default=50_000, ge=1, le=100_000, description="Maximum requests of a batch.")
     batch_concurrency: int = Field(
-        default=16, ge=1, description="Maximum requests of all batches at once. They also wait for free places of the engines."
+        default=16,
+        ge=1,
+        description="Maximum requests of all batches that are sent at once. Those that wait for their model do not count.",
     )
     batch_start_after_idle: float = Field(
         default=60.0,

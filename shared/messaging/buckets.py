@@ -36,9 +36,9 @@ class Copy(Protocol):
 
 
 class OwnWrites:
-    """The newest entries that this process has written and its watcher has not delivered yet.
+    """Writes of this process that its watcher has not delivered yet, the newest of each key.
 
-    The copy has them at once. The watcher skips what is older.
+    The copy applies them at once, and the watcher skips older entries of these keys.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class OwnWrites:
         Args:
             key: Of the entry.
             value: None: the entry was deleted.
-            revision: That the write has got.
+            revision: What NATS returned for the write.
         """
         if revision <= self._delivered:
             return False

@@ -75,9 +75,16 @@ def _show_remote(out: Console, api: Api, service: str, lines: int, follow: bool)
     found = {title: list(log.read(api, min(lines, MAX_LINES))) for title, log in logs.items()}
     _print(out, found)
     if follow:
-        _follow(
-            lambda: _print(out, {title: log.follow(api, MAX_LINES, show_warning) for title, log in logs.items()}), _REMOTE_POLL_S
-        )
+
+        def print_new() -> None:
+            new: dict[str, list[str]] = {title: [] for title in logs}
+            try:
+                for title, log in logs.items():
+                    new[title] = log.follow(api, MAX_LINES, show_warning)
+            finally:  # of the logs that were read before one ended the command
+                _print(out, new)
+
+        _follow(print_new, _REMOTE_POLL_S)
     return found
 
 

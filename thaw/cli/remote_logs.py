@@ -63,7 +63,7 @@ class RemoteLog:
                 raise
             retry_s = min(_MOST_RETRY_S, _FIRST_RETRY_S * 2 ** (self.failures - 1))
             self._retry_at = time.monotonic() + retry_s
-            report(f"{self.node}: {e.what} Trying again in {retry_s:.0f} s.")
+            report(f"{self.node}: {e.what.rstrip('.')}. Trying again in {retry_s:.0f} s.")
             return []
         self.failures = 0
         return found

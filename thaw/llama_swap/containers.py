@@ -122,7 +122,10 @@ def _server(name: str, run: _Run, body: dict[str, Any]) -> Server:
         server.losses.append(("cmd", f"kept as arguments of the container, because {e}"))
     for volume in (v for v in volumes if len(v) < 2 or not (v[0].startswith("/") and v[1].startswith("/"))):
         server.losses.append(
-            ("cmd --volume", f"{':'.join(volume)} is no path of the host: write /host:/inside into container.mounts")
+            (
+                "cmd --volume",
+                f"{':'.join(volume)} does not name a host path and a container path: write /host:/inside into container.mounts",
+            )
         )
     if mounts:
         body["mounts"] = [":".join((*mount[:2], "ro" if mount[2:] and "ro" in mount[2].split(",") else "rw")) for mount in mounts]

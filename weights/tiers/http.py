@@ -30,6 +30,7 @@ from weights.tiers.retry import Backoff
 log = logging.getLogger(__name__)
 SUMS = "SHA256SUMS"
 _SUM = re.compile(r"(?P<sha256>[0-9a-fA-F]{64}) [ *](\./)?(?P<name>.+)")
+_LIKE_SUM = re.compile(r"[0-9a-fA-F]{40,}\s.*|.* = [0-9a-fA-F]{40,}")
 _AT_ONCE = 8
 
 
@@ -105,8 +106,9 @@ class HttpTier(RemoteTier):
             return {}
         lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip() and not line.startswith("#")]
         found = [m for line in lines if (m := _SUM.fullmatch(line)) is not None]
-        if lines and not found:  # a page that says "no such file", with status 200
-            log.warning("a list of checksums has none; files are not verified", extra={"file": f"{self.source}/{SUMS}"})
+        if not found and not any(_LIKE_SUM.fullmatch(line) for line in lines):
+            if lines:  # a page that says "no such file", with status 200
+                log.warning("SHA256SUMS has no checksums; files are not verified", extra={"file": f"{self.source}/{SUMS}"})
         elif len(found) < len(lines):
             malformed = next(line for line in lines if _SUM.fullmatch(line) is None)
             raise CheckpointInvalid(

@@ -163,7 +163,7 @@ class DirectLayers:
         return found
 
     def _find_ends(self, found: _Recording) -> _Ends | None:
-        """Return what is around the layers. None: more than modules that pass hidden states on."""
+        """Return the modules around the layers; None if the model computes more there."""
         first = found.passed[0]
         if any(passed is not first for passed in found.passed):
             return None

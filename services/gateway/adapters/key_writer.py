@@ -149,7 +149,7 @@ class KeyWriter:
         present = self._find(name)
         now = int(time.time())
         newest = max(present.values(), key=_rank)
-        # More than one if NATS was lost during an earlier rotation: it is made up for here.
+        # More than one if an earlier rotation was interrupted. This one completes it.
         in_use = {d: key for d, key in present.items() if key is newest or _outlasts_rotation(key, newest)}
         replaced = {d: key for d, key in present.items() if d not in in_use}
         if any(key.expires is None or key.expires > now for key in replaced.values()):

@@ -3,7 +3,7 @@
 A partial load keeps the ranges that it reads. `CacheFill` then fetches the rest: one model and one
 read at a time, after the reads of all loads on the same link. A new load of the model cancels the
 fetching, and continues the entry itself. If another loader of this machine fetches the model, this
-one waits for it.
+one waits for it, and the fills after it wait, too.
 """
 
 from __future__ import annotations

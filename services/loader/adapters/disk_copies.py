@@ -92,6 +92,7 @@ class DiskCopies:
 
     def _full(self, card: ModelCard) -> StoreFull:
         return StoreFull(
-            f"{card.name} was not kept in the disk cache {self._sources.cache.root}: it has no room, or cannot be written. "
-            "Free space on the disk, or raise THAW_CACHE_BYTES; `thaw logs loader` says more"
+            f"{card.name} was not kept in the disk cache {self._sources.cache.root}: it has no room, cannot be written, or "
+            "another loader fetches the model without progress. Free space on the disk, raise THAW_CACHE_BYTES, or repeat the "
+            "request; `thaw logs loader` says more"
         )

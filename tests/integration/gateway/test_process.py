@@ -71,6 +71,15 @@ async def test_a_wrong_certificate_is_reported(tmp_path: Path, variables: tuple[
     assert "Traceback" not in log
 
 
+async def test_a_missing_key_of_a_certificate_is_named(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    certificate.write_text("-----BEGIN CERTIFICATE-----\n")
+    files = {"THAW_TLS_CERTIFICATE": str(certificate), "THAW_TLS_KEY": str(key)}
+    status, log = await ended(await spawn(THAW_GATEWAY_PORT="0", **files))
+    assert status == 1
+    assert f"gateway: cannot use TLS: {key}: No such file" in log
+
+
 async def test_gateway_stops_while_nats_is_unreachable() -> None:
     process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{free_port()}", THAW_GATEWAY_PORT=str(free_port()))
     assert process.stderr is not None

@@ -96,12 +96,13 @@ def test_checksum_list_with_paths_is_refused(server: TierServer, name: str) -> N
     ids=["short checksum", "BSD's form"],
 )
 def test_checksum_list_with_a_malformed_line_is_refused(server: TierServer, line: str) -> None:
-    (server.directory / "m" / "SHA256SUMS").write_text(f"{'0' * 64}  {SHARD}\n{line}\n")
-    tier = HttpTier(f"{server.url}/m", QUICK)
-    with pytest.raises(CheckpointInvalid, match="malformed line") as caught:
-        tier.files()
-    tier.close()
-    assert line in caught.value.message
+    for good in ("", f"{'0' * 64}  {SHARD}\n"):
+        (server.directory / "m" / "SHA256SUMS").write_text(f"{good}{line}\n")
+        tier = HttpTier(f"{server.url}/m", QUICK)
+        with pytest.raises(CheckpointInvalid, match="malformed line") as caught:
+            tier.files()
+        tier.close()
+        assert line in caught.value.message
 
 
 def test_comments_in_a_checksum_list_are_skipped_as_by_sha256sum(server: TierServer) -> None:

@@ -85,7 +85,8 @@ def test_follow_mode_prints_each_line_once_and_whole() -> None:
 
 def test_follow_mode_survives_a_gateway_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines that were written meanwhile follow, each once."""
-    api = Restarting([CommandError("No gateway answers.", code="no_gateway")] * 3)
+    errors = ("`thaw ps` lists the nodes", "No gateway answers", "No gateway answers.")  # a gateway's have no full stop
+    api = Restarting([CommandError(what, code="no_gateway") for what in errors])
     log, reported = RemoteLog("n-0", "zygote", position=0), list[str]()
 
     def poll(now: int) -> list[str]:
@@ -93,7 +94,7 @@ def test_follow_mode_survives_a_gateway_that_restarts(monkeypatch: pytest.Monkey
         return log.follow(api, 10, reported.append)
 
     found = [poll(now) for now in range(20)]
-    assert reported == [f"n-0: No gateway answers. Trying again in {s} s." for s in (1, 2, 4)]
+    assert reported == [f"n-0: {what.rstrip('.')}. Trying again in {s} s." for what, s in zip(errors[::-1], (1, 2, 4), strict=True)]
     assert [now for now, lines in enumerate(found) if lines] == [7]
     assert found[7] == ["one", "two"]
     assert log.failures == 0
@@ -138,6 +139,24 @@ def test_failed_poll_is_reported_on_the_standard_error_stream(
     assert "one" in shown.out
     assert "Trying again" in shown.err
     assert "Trying again" not in shown.out
+
+
+def test_lines_of_other_logs_are_shown_before_one_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class OneRemoved(Logs):
+        def read_log(self, node: str, name: str, lines: int, after: int | None = None) -> LogRead:
+            if after is not None and node == "n-1":
+                raise CommandError("n-1 has no such log", code="not_found")
+            found = super().read_log(node, name, lines, after)
+            self.content = self.content + "ee\nfour\n" if node == "n-1" else self.content
+            return found
+
+    monkeypatch.setenv("THAW_URL", "http://gateway")
+    monkeypatch.setenv("THAW_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr(Api, "find", lambda _: OneRemoved())
+    assert main(["logs", "zygote", "-f"]) != 0
+    assert "four" in capsys.readouterr().out
 
 
 def test_document_has_the_logs_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

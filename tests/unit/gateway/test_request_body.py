@@ -1,4 +1,4 @@
-"""Request bodies are bounded in time from their first byte."""
+"""The time limit of a request's body begins before its first byte."""
 
 from __future__ import annotations
 

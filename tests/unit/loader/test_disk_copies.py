@@ -37,6 +37,8 @@ class Disk:
         self.done: Future[bool] = Future()
         self.cancelled: list[str] = []
         self.begun = asyncio.Event()
+        self.waits_for_load = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self.settled = threading.Event()
         self.settled.set()
         self.copies = DiskCopies(cast(Sources, self), cast(Runs, self))
@@ -47,6 +49,7 @@ class Disk:
 
     def wait_until_settled(self, weights_id: str) -> None:
         """Wait for the loads, which write to the disk until the test ends them."""
+        self._loop.call_soon_threadsafe(self.waits_for_load.set)
         self.settled.wait()
 
     def complete_on_disk(self, card: ModelCard) -> Future[bool]:
@@ -101,6 +104,9 @@ async def test_a_download_that_a_load_continues_ends_with_the_load() -> None:
     waiting = await disk.write()
     disk.settled.clear()
     disk.done.set_result(True)
+    async with asyncio.timeout(30):
+        await disk.waits_for_load.wait()
+    assert not waiting.done()
     disk.is_here = True
     disk.settled.set()
     await waiting

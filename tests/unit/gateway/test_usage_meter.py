@@ -41,11 +41,16 @@ class RefusingMesh:
         return UsageRecorded(position=report.end)
 
 
-async def test_spool_that_cannot_be_read_now_is_reported_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spool = UsageSpool.open(tmp_path / "ended.usage")
+def write_spool(directory: Path, name: str) -> None:
+    """Write the spool of a gateway that has ended, with one record."""
+    spool = UsageSpool.open(directory / f"{name}.usage")
     assert spool is not None
     spool.append(RECORD.line())
     spool.close()
+
+
+async def test_spool_that_cannot_be_read_now_is_reported_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_spool(tmp_path, "ended")
     mesh = RefusingMesh("none")
     meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
     meter.open()
@@ -63,10 +68,7 @@ async def test_spool_that_cannot_be_read_now_is_reported_later(tmp_path: Path, m
 
 async def test_two_reports_at_once_remove_a_spool_once(tmp_path: Path) -> None:
     """The last report of a gateway that ends does not wait for the one in the background."""
-    spool = UsageSpool.open(tmp_path / "ended.usage")
-    assert spool is not None
-    spool.append(RECORD.line())
-    spool.close()
+    write_spool(tmp_path, "ended")
     meter = UsageMeter(cast(Mesh, RefusingMesh("none")), "own", tmp_path)
     meter.open()
     assert all(await asyncio.gather(meter.flush(), meter.flush()))
@@ -91,10 +93,7 @@ async def test_a_report_that_ends_after_the_meter_is_closed_begins_no_spool(
 
 
 async def test_reported_spool_that_cannot_be_removed_ends_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spool = UsageSpool.open(tmp_path / "ended.usage")
-    assert spool is not None
-    spool.append(RECORD.line())
-    spool.close()
+    write_spool(tmp_path, "ended")
     meter = UsageMeter(cast(Mesh, RefusingMesh("none")), "own", tmp_path)
     meter.open()
 
@@ -108,10 +107,7 @@ async def test_reported_spool_that_cannot_be_removed_ends_no_report(tmp_path: Pa
 
 async def test_a_refused_spool_of_an_ended_gateway_keeps_no_other_records_back(tmp_path: Path) -> None:
     for name in ("ended-a", "ended-b"):
-        spool = UsageSpool.open(tmp_path / f"{name}.usage")
-        assert spool is not None
-        spool.append(RECORD.line())
-        spool.close()
+        write_spool(tmp_path, name)
     mesh = RefusingMesh("ended-a")
     meter = UsageMeter(cast(Mesh, mesh), "own", tmp_path)
     meter.open()

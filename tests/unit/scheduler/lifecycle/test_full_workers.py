@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 
 from services.scheduler.domain.effects import OrderMigration
-from services.scheduler.domain.events import MigrationUpdated, Recovered
+from services.scheduler.domain.events import MigrationUpdated
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.accounting import booking_of
-from services.scheduler.domain.state.changes import Put, apply
-from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.entities import Entity
 from services.scheduler.domain.values import replace
 from shared.contracts.models import Slo
 from shared.contracts.node import InstanceState
@@ -208,12 +205,7 @@ def test_new_leader_makes_the_promises_again_from_the_plan() -> None:
     w = divided()
     serving(w)
     before = promised(w)
-    old = w.state
-    state = ClusterState(epoch=old.epoch + 1, recovered_at=w.now, keep_alive_rule=old.keep_alive_rule)
-    kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
-    apply(state, [Put(e) for e in kept])
-    w.state = state
-    w.send(Recovered(w.now))
+    w.change_leader()
     assert promised(w) == before, "before any node has reported"
     w.hear()
     w.tick()

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from services.scheduler.domain.effects import SendStop, SendSuspend
-from services.scheduler.domain.events import AddModelsRequested, Recovered
+from services.scheduler.domain.events import AddModelsRequested
 from services.scheduler.domain.state.accounting import booking_of
-from services.scheduler.domain.state.changes import Put, apply
-from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.entities import Entity
 from shared.contracts.base import ErrorBody
 from shared.contracts.model_info import LayerSizes
 from shared.contracts.models import ModelSpec
@@ -179,12 +176,7 @@ def test_silent_node_of_a_waiting_stage_is_no_failure_of_the_model() -> None:
 def test_new_leader_places_a_waiting_group_again() -> None:
     w = make()
     w.demand("m")
-    old = w.state
-    state = ClusterState(epoch=old.epoch + 1, recovered_at=w.now, keep_alive_rule=old.keep_alive_rule)
-    kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
-    apply(state, [Put(e) for e in kept])
-    w.state = state
-    w.send(Recovered(w.now))
+    w.change_leader()
     w.hear()
     w.demand("m")
     w.finish_stops()

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 
 from services.scheduler.domain.effects import OrderMigration, PublishLoadFailed, SendPrepare
-from services.scheduler.domain.events import MigrationUpdated, Recovered
+from services.scheduler.domain.events import MigrationUpdated
 from services.scheduler.domain.migration.consolidation import is_consolidation_due
 from services.scheduler.domain.policies.autoscaling import needed_workers
 from services.scheduler.domain.policies.port import Demand
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.accounting import booking_of
-from services.scheduler.domain.state.changes import Put, apply
-from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.entities import CONSOLIDATION, Entity
+from services.scheduler.domain.state.entities import CONSOLIDATION
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord
 from shared.contracts.node import InstanceState
@@ -252,12 +250,7 @@ def test_new_leader_continues() -> None:
     w = make(6.0)
     serving(w)
     later(w)
-    old = w.state
-    state = ClusterState(epoch=old.epoch + 1, recovered_at=w.now, keep_alive_rule=old.keep_alive_rule)
-    kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
-    apply(state, [Put(e) for e in kept])
-    w.state = state
-    w.send(Recovered(w.now))
+    w.change_leader()
     for _ in range(3):
         w.hear()
     later(w, 10.0)

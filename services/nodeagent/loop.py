@@ -37,7 +37,7 @@ class Loop:
 
         A deadline is put off once. If the process is still starved of CPU time, it is handled.
         """
-        self._owes_tick = False
+        self._must_tick = False
         """A deadline was put off already, and the wait after that was late too."""
 
     def post(self, event: Event) -> None:
@@ -83,9 +83,9 @@ class Loop:
             due = min(deadlines(self.state), default=now + _IDLE_S)
             wait = max(due, self._settled_at) - now
             if wait > 0:
-                self._owes_tick = False
-            elif self._owes_tick or not (self._ticked or self._events.empty()):
-                self._ticked, self._owes_tick = True, False
+                self._must_tick = False
+            elif self._must_tick or not (self._ticked or self._events.empty()):
+                self._ticked, self._must_tick = True, False
                 return Tick()
             if not self._events.empty():
                 self._ticked = False
@@ -101,6 +101,6 @@ class Loop:
             elif event is None:
                 return Tick()
             elif is_late:
-                self._owes_tick = True
+                self._must_tick = True
             if event is not None:
                 return event

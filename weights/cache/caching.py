@@ -146,7 +146,7 @@ class CachingTier:
         self._in_turn, self._stop = in_turn, cancelled
         self.finish()
 
-    def wait_for_other(self, cancelled: threading.Event) -> None:
+    def wait_for_other_process(self, cancelled: threading.Event) -> None:
         """Wait while another process fetches the model.
 
         Returns when the cache has it, or when this load may fetch it (`caches`). Gives up after the

@@ -2,7 +2,7 @@
 
 The forward pass is transformers' own. It gets the hidden states of the stage before at its first
 layer (a hook), and its last layer's output is taken by another hook. A step that was prepared calls
-the layers directly (`direct_layers`). `model/stage_model` builds the part.
+the layers directly (`prepared_step`). `model/stage_model` builds the part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from services.engine.generation.kv_cache import PackedBatch, PackedCache, Slice, packed
-from services.engine.stages.direct_layers import DirectLayers
+from services.engine.stages.prepared_step import PreparedStep
 from shared.contracts.stages import LayerRange
 from shared.errors import UnsupportedArchitecture
 from weights.formats.execution_order import Position, position_of
@@ -37,7 +37,7 @@ class StagePart:
         self._incoming: torch.Tensor | None = None
         self._outgoing: torch.Tensor | None = None
         decoder, found = _own_layers(model, layers)
-        self._direct = DirectLayers(model, decoder, found, layers, device)
+        self._next_step = PreparedStep(model, decoder, found, layers, device)
         if not layers.is_first:
             found[0].register_forward_pre_hook(self._replace_input, with_kwargs=True)
         if not layers.is_last:
@@ -55,9 +55,9 @@ class StagePart:
             Hidden states, [tokens, hidden size]; of the last stage logits after each sequence's
             last token, [sequences, vocabulary].
         """
-        if all(part.count == 1 for part in slices) and self._direct.is_prepared([part.start for part in slices]):
+        if all(part.count == 1 for part in slices) and self._next_step.is_prepared([part.start for part in slices]):
             with torch.inference_mode(), packed(PackedBatch(slices)):
-                return self._direct.compute(tokens, None if hidden is None else hidden.to(self.device)[None])[0].to(self.dtype)
+                return self._next_step.compute(tokens, None if hidden is None else hidden.to(self.device)[None])[0].to(self.dtype)
         positions: list[int] = []
         last: list[int] = []
         for part in slices:
@@ -89,10 +89,10 @@ class StagePart:
         `compute` uses it if the next step is that one. Call this while the stage has no other work.
         """
         try:
-            self._direct.prepare(positions)
+            self._next_step.prepare(positions)
         except Exception:  # steps do without it
             log.exception("failed to prepare a step")
-            self._direct.is_possible = False
+            self._next_step.is_possible = False
 
     def _replace_input(
         self, _: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]

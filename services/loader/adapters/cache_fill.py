@@ -137,7 +137,7 @@ class CacheFill:
             if not isinstance(tier, CachingTier):
                 return
             fill.tier = tier
-            tier.wait_for_other(fill.cancelled)
+            tier.wait_for_other_process(fill.cancelled)
             if not tier.caches or fill.cancelled.is_set():
                 return
             link = self._links.get(tier.link, self._link_threads)

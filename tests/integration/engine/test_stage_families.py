@@ -61,8 +61,8 @@ def test_stages_compute_what_the_whole_model_does(family: str, tmp_path: Path) -
                 slices = [Slice(s, start, len(tokens)) for s, start, tokens in zip(states, starts, new, strict=True)]
                 if step > 2:
                     part.prepare(starts)
-                    # Parts with embeddings or a norm may compute more than `DirectLayers` would.
-                    assert part in (parts[0], parts[-1]) or part._direct.is_prepared(starts)
+                    # Parts with embeddings or a norm may compute more than `PreparedStep` would.
+                    assert part in (parts[0], parts[-1]) or part._next_step.is_prepared(starts)
                 passed = part.compute(slices, [t for tokens in new for t in tokens], passed)
             assert passed is not None
             assert torch.equal(passed.float(), expected)

@@ -394,12 +394,12 @@ def test_a_download_to_the_disk_waits_for_another_process_and_takes_over_from_it
 def test_a_download_to_the_disk_waits_no_longer_than_its_patience(server: TierServer, cache: SsdCache) -> None:
     first = opened(server, cache)
     second = CachingTier(HttpTier(f"{server.url}/m", QUICK), cache, patience_s=0.1)
-    second.wait_for_other(threading.Event())
+    second.wait_for_other_process(threading.Event())
     assert not second.caches
     second.close()
     third, cancelled = CachingTier(HttpTier(f"{server.url}/m", QUICK), cache, patience_s=3600.0), threading.Event()
     cancelled.set()
-    third.wait_for_other(cancelled)
+    third.wait_for_other_process(cancelled)
     assert not third.caches
     third.close()
     first.close()

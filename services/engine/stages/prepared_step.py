@@ -1,4 +1,4 @@
-"""Calls the layers of a part directly, with arguments that were prepared before the step.
+"""The next step of a stage: calls its layers directly, with prepared arguments.
 
 Before the first layer transformers computes rotary embeddings and masks, which depend on nothing
 but the positions of the new tokens. A stage can guess the positions of its next step. So it
@@ -35,8 +35,8 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Ends:
-    """What a part has before its layers and after them.
+class _SurroundingModules:
+    """The modules that a part has before its layers and after them.
 
     Attributes:
         embed: Its output is the first layer's input, in the first stage.
@@ -63,7 +63,7 @@ class _Recording:
     """The input of the first stage."""
 
 
-class DirectLayers:
+class PreparedStep:
     """The prepared arguments of a part's layers for one step of one token of each sequence."""
 
     def __init__(
@@ -80,7 +80,7 @@ class DirectLayers:
         """
         self._model, self._decoder, self._own, self._layers, self._device = model, decoder, own, layers, device
         self._hidden_size = int(model.config.get_text_config().hidden_size)
-        self._ends: _Ends | None = None
+        self._surrounding: _SurroundingModules | None = None
         self._calls: tuple[_Call, ...] = ()
         self._positions: tuple[int, ...] = ()
         self.is_possible = True
@@ -96,9 +96,9 @@ class DirectLayers:
         if not self.is_possible:
             return
         found = self._record()
-        if self._ends is None:
-            self._ends = self._find_ends(found)
-            self.is_possible = self._ends is not None
+        if self._surrounding is None:
+            self._surrounding = self._find_surrounding(found)
+            self.is_possible = self._surrounding is not None
         if self.is_possible:
             self._calls = tuple(found.calls)
 
@@ -113,19 +113,19 @@ class DirectLayers:
             Hidden states, [1, sequences, hidden size]; of the last stage logits, [1, sequences,
             vocabulary].
         """
-        ends = self._ends
-        assert ends is not None, "the step is prepared"
+        surrounding = self._surrounding
+        assert surrounding is not None, "the step is prepared"
         if hidden is not None:
             state = hidden
         else:
-            assert ends.embed is not None, "the first stage has the embeddings"
-            state = ends.embed(torch.tensor([list(tokens)], device=self._device))
+            assert surrounding.embed is not None, "the first stage has the embeddings"
+            state = surrounding.embed(torch.tensor([list(tokens)], device=self._device))
         for call in self._calls:
             state = call.layer(state, *call.positional, **call.named)
         if not self._layers.is_last:
             return state
-        assert ends.norm is not None, "the last stage has the norm"
-        output = ends.output(last_hidden_state=ends.norm(state))
+        assert surrounding.norm is not None, "the last stage has the norm"
+        output = surrounding.output(last_hidden_state=surrounding.norm(state))
         with _replaced({self._decoder: lambda *_, **__: output}):
             logits: torch.Tensor = self._model(inputs_embeds=state, use_cache=True).logits
         return logits
@@ -152,7 +152,9 @@ class DirectLayers:
             arguments["input_ids"] = found.tokens = torch.zeros((1, count), dtype=torch.long, device=self._device)
         else:
             arguments["inputs_embeds"] = torch.zeros((1, count, self._hidden_size), dtype=self._model.dtype, device=self._device)
-        around = [] if self._ends is not None else [self._decoder, *(m for m in self._decoder.modules() if not any(m.children()))]
+        around: list[nn.Module] = []
+        if self._surrounding is None:
+            around = [self._decoder, *(m for m in self._decoder.modules() if not any(m.children()))]
         hooks = [module.register_forward_hook(keep) for module in around]
         try:
             with torch.inference_mode(), _replaced({layer: partial(record, layer) for layer in self._own}):
@@ -162,7 +164,7 @@ class DirectLayers:
                 hook.remove()
         return found
 
-    def _find_ends(self, found: _Recording) -> _Ends | None:
+    def _find_surrounding(self, found: _Recording) -> _SurroundingModules | None:
         """Return the modules around the layers; None if the model computes more there."""
         first = found.passed[0]
         if any(passed is not first for passed in found.passed):
@@ -178,7 +180,7 @@ class DirectLayers:
             norm = next((m for m, (given, out) in found.modules.items() if given is first and out is last), None)
             if norm is None:
                 return None
-        return _Ends(embed, norm, type(output))
+        return _SurroundingModules(embed, norm, type(output))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from services.scheduler.domain.events import NodeStatusReceived
 from shared.contracts.engines import CAPABILITIES
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Agent, World
+from tests.unit.scheduler.world import Agent, Running, World
 
 # A model of 100 MiB of weights needs 100 + 32 (KV) + 192 (runtime) MiB: two fit 700 MiB, three do
 # not.
@@ -19,6 +19,15 @@ def three(w: World) -> Agent:
     for name in "abc":
         w.model(name)
     return agent
+
+
+def serve(w: World, popular: Running, rare: Running, *, more: int) -> None:
+    """Let `popular` serve `more` requests, and `rare` its second one after them."""
+    w.tick(5)
+    popular.completed, popular.idle_since = popular.completed + more, w.now
+    w.tick(2)
+    rare.completed, rare.idle_since = 2, w.now
+    w.hear()
 
 
 def test_5_memory_of_a_stopping_instance_is_claimed(w: World) -> None:
@@ -54,11 +63,7 @@ def test_6_popular_instance_stays_although_it_is_idle_for_longer(w: World) -> No
     """While a popular model starts again, more of its requests arrive."""
     three(w)
     popular, rare = w.up("a", served=0), w.up("b")
-    w.tick(5)
-    popular.completed, popular.idle_since = 100, w.now
-    w.tick(2)
-    rare.completed, rare.idle_since = 2, w.now
-    w.hear()
+    serve(w, popular, rare, more=100)
     w.demand("c")
     assert len(w.stops("b")) == 1
     assert not w.stops("a")
@@ -72,11 +77,7 @@ def test_6_rates_of_requests_are_measured_again_after_a_change_of_leaders(w: Wor
     w.change_leader()
     w.hear()
     rare = w.up("b", served=0)
-    w.tick(5)
-    popular.completed, popular.idle_since = popular.completed + 20, w.now
-    w.tick(2)
-    rare.completed, rare.idle_since = 2, w.now
-    w.hear()
+    serve(w, popular, rare, more=20)
     w.demand("c")
     assert len(w.stops("b")) == 1
     assert not w.stops("a")

@@ -65,7 +65,7 @@ def _show_local(out: Console, files: dict[str, Path], lines: int, follow: bool) 
     _print(out, found)
     if follow:
         positions = {name: end for name, (_, end) in ends.items()}
-        rest = dict.fromkeys(files, "")
+        rest = dict.fromkeys(files, b"")
         _follow(lambda: _print(out, {name: list(_new_lines(name, path, positions, rest)) for name, path in files.items()}), _POLL_S)
     return found
 
@@ -125,18 +125,22 @@ def _literal(text: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in text if c != "/")
 
 
-def _new_lines(name: str, path: Path, positions: dict[str, int], rest: dict[str, str]) -> Iterator[str]:
+def _new_lines(name: str, path: Path, positions: dict[str, int], rest: dict[str, bytes]) -> Iterator[str]:
+    """Yield the lines that have ended since the last call.
+
+    `rest` keeps bytes: a read can end inside a character.
+    """
     try:
         with path.open("rb") as f:
             if f.seek(0, 2) < positions[name]:  # moved aside for its size
-                positions[name] = 0
+                positions[name], rest[name] = 0, b""
             f.seek(positions[name])
             data = f.read()
     except FileNotFoundError:  # an engine's, of which only so many are kept
         return
     positions[name] += len(data)
-    *complete, rest[name] = (rest[name] + data.decode(errors="replace")).split("\n")
-    yield from complete
+    *complete, rest[name] = (rest[name] + data).split(b"\n")
+    yield from (line.decode(errors="replace") for line in complete)
 
 
 def _parse_line(line: str) -> Any:

@@ -27,11 +27,15 @@ def tail(path: Path, lines: int) -> list[str]:
 
 
 def tail_with_end(path: Path, lines: int) -> tuple[list[str], int]:
-    """Return the last `lines` lines, and the position of their end in the file, in bytes."""
+    """Return the last `lines` lines, and the position in bytes at which a reader continues.
+
+    If the last line has not ended yet, the position is its beginning.
+    """
     try:
         with path.open("rb") as f:
             f.seek(0, 2)
             f.seek(max(0, f.tell() - max(4096, lines * 1024)))
-            return f.read().decode(errors="replace").splitlines()[-lines:], f.tell()
+            data, end = f.read(), f.tell()
     except OSError:
         return [], 0
+    return data.decode(errors="replace").splitlines()[-lines:], end - len(data.rpartition(b"\n")[2])

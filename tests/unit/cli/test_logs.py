@@ -14,7 +14,7 @@ from thaw.cli.logs import _format_line, _new_lines, log_files
 from thaw.errors import CommandError
 from thaw.launcher import logfiles
 from thaw.launcher.home import Home
-from thaw.launcher.logfiles import bound_logs, tail
+from thaw.launcher.logfiles import bound_logs, tail, tail_with_end
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_tail_returns_the_last_lines(home: Home) -> None:
 
 def test_follow_mode_prints_whole_lines_and_survives_rotation(home: Home) -> None:
     path = home.log("gateway")
-    positions, rest = {"g": path.stat().st_size}, {"g": ""}
+    positions, rest = {"g": path.stat().st_size}, {"g": b""}
     with path.open("a") as f:
         f.write("fo")
     assert list(_new_lines("g", path, positions, rest)) == []
@@ -60,6 +60,38 @@ def test_follow_mode_prints_whole_lines_and_survives_rotation(home: Home) -> Non
     assert list(_new_lines("g", path, positions, rest)) == ["four", "five"]
     path.write_text("six\n")
     assert list(_new_lines("g", path, positions, rest)) == ["six"]
+
+
+def test_follow_mode_shows_a_character_whose_bytes_are_written_apart(home: Home) -> None:
+    path = home.log("gateway")
+    positions, rest = {"g": path.stat().st_size}, {"g": b""}
+    found: list[str] = []
+    for byte in "größer 🙂\n".encode():
+        with path.open("ab") as f:
+            f.write(bytes([byte]))
+        found += _new_lines("g", path, positions, rest)
+    assert found == ["größer 🙂"]
+
+
+def test_follow_mode_drops_the_beginning_of_a_line_that_was_rotated(home: Home) -> None:
+    path = home.log("gateway")
+    positions, rest = {"g": path.stat().st_size}, {"g": b""}
+    with path.open("a") as f:
+        f.write("fo")
+    assert list(_new_lines("g", path, positions, rest)) == []
+    path.write_text("five\n")
+    assert list(_new_lines("g", path, positions, rest)) == ["five"]
+
+
+def test_a_line_that_ends_while_it_is_followed_is_shown_whole(home: Home) -> None:
+    path = home.log("gateway")
+    with path.open("ab") as f:
+        f.write("gr\u00f6".encode()[:-1])
+    (*_, last), end = tail_with_end(path, 2)
+    assert last.startswith("gr")
+    with path.open("ab") as f:
+        f.write("\u00f6".encode()[-1:] + b"sser\n")
+    assert list(_new_lines("g", path, {"g": end}, {"g": b""})) == ["gr\u00f6sser"]
 
 
 def test_logs_are_rotated_at_the_size_limit(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ _UNITS = (
 )
 _LOOKUP = {unit.lower(): factor for unit, factor in _UNITS.items()} | {p.lower(): 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+LARGEST_BYTES = 1 << 62
 _DEVICE = re.compile(r"^(cpu|cuda):(\d+)$")
 SEPARATE = "/separate"
 """Suffix of a size: the device has memory of its own, which weights are copied into."""
@@ -68,10 +69,12 @@ def parse_bytes(text: str) -> int:
     factor = _LOOKUP.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a size: write a number and a unit, such as 1500MiB, 2GB or 1.5GiB")
-    value = int(float(match.group(1)) * factor)
-    if value <= 0:
+    value = float(match.group(1)) * factor
+    if value < 1:
         raise ValueError(f"{text!r} is not a size: it must be over 0")
-    return value
+    if value > LARGEST_BYTES:
+        raise ValueError(f"{text[:40]!r} is not a size: it must be at most {LARGEST_BYTES >> 60} EiB")
+    return int(value)
 
 
 def parse_rate(text: str) -> int:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import re
 
+from shared.device_list import LARGEST_BYTES
+
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
+_WHOLE = re.compile(r"[0-9]+")
 _DURATION = re.compile(rf"(?:{_PART.pattern}\s*)+", re.IGNORECASE)
 DURATION_HINT = 'a number of seconds, or a duration such as "500ms", "30s", "5m", "1h30m"'
 SIZE_HINT = 'a number of bytes, or a size such as "1500MiB", "8GiB", "8GB"'
@@ -30,9 +33,7 @@ def parse_duration(text: str) -> float:
 def parse_size(text: str) -> int:
     """Bytes; raises ValueError."""
     text = text.strip()
-    if text.isdigit():
-        return int(text)
-    match = _PART.fullmatch(text)
+    match = _PART.fullmatch(f"{text}b" if _WHOLE.fullmatch(text) else text)
     if match is None:
         raise ValueError(f"{text!r} is not {SIZE_HINT}")
     number, unit = match.groups()
@@ -40,9 +41,9 @@ def parse_size(text: str) -> int:
     factor = _BYTES.get(unit) or _BYTES.get(f"{unit}ib") or _BYTES.get(unit.removesuffix("i") + "ib")
     if factor is None:
         raise ValueError(f"unknown unit {unit!r}; units are KiB, MiB, GiB, TiB, KB, MB, GB, TB")
-    if not math.isfinite(nbytes := float(number) * factor):
-        raise ValueError(f"{text[:40]}… is not a finite size")
-    return int(nbytes)
+    if float(number) * factor > LARGEST_BYTES:
+        raise ValueError(f"{text[:40]!r} is not a size of at most {LARGEST_BYTES >> 60} EiB")
+    return int(number) * factor if _WHOLE.fullmatch(number) else int(float(number) * factor)
 
 
 def format_size(value: float) -> str:

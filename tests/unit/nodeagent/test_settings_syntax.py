@@ -25,7 +25,7 @@ def test_byte_sizes_are_parsed(text: str, value: int) -> None:
     assert parse_bytes(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "12 apples", "-5MiB", "0", "1e3", "0.1B"])
+@pytest.mark.parametrize("text", ["", "MiB", "12 apples", "-5MiB", "0", "1e3", "0.1B", "5000000TiB", f"{'9' * 400}GiB"])
 def test_an_invalid_size_is_reported_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(text)

@@ -7,6 +7,8 @@ import contextlib
 import logging
 from typing import Literal
 
+from nats.errors import Error as NatsError
+
 from shared.contracts import subjects
 from shared.contracts.engine import EngineStart
 from shared.contracts.loader import AttachWeights, ReleaseWeights, WeightsAttached, WeightsReleased
@@ -84,12 +86,13 @@ class LoaderClient:
     async def release(self, holder: str) -> None:
         """Release weights.
 
-        If the loader misses the message, it learns of the release from the node's status.
+        If the loader misses the message, it learns of the release from the node's status. So no
+        error is raised: the caller frees the adapter's room in any case.
         """
         try:
             await self._mesh.request(subjects.loader_command(self._start.node), ReleaseWeights(instance_id=holder), WeightsReleased)
-        except ThawError as e:
-            log.warning("failed to release weights", extra={"holder": holder, "error": e.message})
+        except (ThawError, NatsError) as e:
+            log.warning("failed to release weights", extra={"holder": holder, "error": str(e)})
 
     async def _wait_for_loader(self) -> None:
         self._loader_alive.clear()

@@ -225,9 +225,13 @@ class AdapterCache(Generic[T]):
             entry.expiry.cancel()
         dropping, entry.adapter = self._source.drop(entry.adapter, entry.number), None
         log.info("evicting an adapter", extra={"adapter": entry.card.name})
-        await dropping
-        self._account(-self._room.size_of(entry.card))
-        self._changed()
+        try:
+            await dropping
+        except Exception:  # the next adapter needs the room, and its request is not to blame
+            log.exception("failed to unload an adapter", extra={"adapter": entry.card.name})
+        finally:
+            self._account(-self._room.size_of(entry.card))
+            self._changed()
 
     def _account(self, size: int) -> None:
         """Add `size` (negative: subtract) to what adapters use of the budget."""

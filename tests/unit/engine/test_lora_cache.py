@@ -47,6 +47,7 @@ class FakeSource:
         self.hold: asyncio.Event | None = None
         self.hold_drop: asyncio.Event | None = None
         self.error: Exception | None = None
+        self.drop_error: Exception | None = None
 
     async def load(self, card: ModelCard, number: int) -> LoraAdapter:
         if self.hold is not None:
@@ -60,6 +61,8 @@ class FakeSource:
         self.events.append(f"drop {adapter.name}")
         if self.hold_drop is not None:
             await self.hold_drop.wait()
+        if self.drop_error is not None:
+            raise self.drop_error
         self.dropped.set()
 
 
@@ -160,6 +163,19 @@ async def test_failed_adapter_load_frees_its_memory() -> None:
     source.error = None
     await store.acquire(card("b", 90))
     assert source.blocks == [91, 100, 91]
+
+
+async def test_failed_eviction_frees_the_room_of_its_adapter() -> None:
+    source = FakeSource()
+    store = made(source, budget=40)
+    await store.acquire(card("a"))
+    store.release("a")
+    source.drop_error = RuntimeError("of the engine")
+    async with asyncio.timeout(10):
+        await store.acquire(card("b"))
+    assert source.events == ["load a", "drop a", "load b"]
+    assert source.blocks == [96, 100, 96]
+    assert [a.name for a in store.list_loaded()] == ["b"]
 
 
 async def test_cancelled_waiter_does_not_cancel_a_shared_load() -> None:

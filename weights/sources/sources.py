@@ -7,9 +7,9 @@ verified and cached on the way.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -334,10 +334,12 @@ def _digest(source: str) -> str:
 
 
 def _point(link: Path, directory: Path) -> None:
-    """Have `link` lead to `directory`."""
+    """Have `link` lead to `directory`. Several loaders may do so at the same time."""
     link.parent.mkdir(parents=True, exist_ok=True)
-    draft = link.with_name(f".{link.name}")
-    draft.unlink(missing_ok=True)
-    with contextlib.suppress(FileExistsError):  # another loader does the same
-        draft.symlink_to(directory)
+    draft = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
+    draft.symlink_to(directory)
+    try:
         draft.replace(link)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise

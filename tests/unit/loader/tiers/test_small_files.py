@@ -15,6 +15,7 @@ import pytest
 
 from shared.errors import CheckpointInvalid
 from shared.private import write_durably
+from weights.sources.sources import _point as point
 from weights.tiers.headers import bring_small_files
 from weights.tiers.port import Tier, TierFile
 
@@ -85,3 +86,25 @@ def test_bytes_are_synced_before_the_name_and_the_name_before_the_return(tmp_pat
     write_durably(tmp_path / "file", b"x")
     assert steps == ["sync file", "rename", "sync directory"]
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+
+
+def test_two_loaders_may_name_a_directory_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "by-source" / "digest"
+    make = Path.symlink_to
+
+    def make_between(self: Path, target: Path) -> None:
+        make(self, target)
+        monkeypatch.undo()
+        point(link, tmp_path / "of-another-loader")
+
+    monkeypatch.setattr(Path, "symlink_to", make_between)
+    point(link, tmp_path / "own")
+    assert link.readlink() == tmp_path / "own"
+    assert [path.name for path in link.parent.iterdir()] == ["digest"]
+
+
+def test_a_link_that_cannot_be_replaced_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "digest").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        point(tmp_path / "digest", tmp_path / "own")
+    assert [path.name for path in tmp_path.iterdir()] == ["digest"]

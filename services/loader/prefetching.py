@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -72,13 +72,19 @@ class TransferRate:
 class _Prefetch:
     """One prefetch, and the commands that wait for it, the first one first.
 
-    `writing`: fetches to the disk what the load did not leave there.
+    Attributes:
+        commands: The commands.
+        task: Runs the prefetch.
+        writing: Fetches to the disk what the load did not leave there.
+        rate: Bytes per second.
+        has_room: False: memory lacked room for the load. Only the disk gets the weights.
     """
 
     commands: list[PrefetchWeights]
     task: asyncio.Task[None] | None = None
     writing: asyncio.Task[None] | None = None
     rate: TransferRate = field(default_factory=TransferRate)
+    has_room: bool = True
 
     def wants(self, tier: str) -> bool:
         return any(c.tier == tier for c in self.commands)
@@ -90,6 +96,12 @@ class _Prefetch:
 
     def drop(self, token: int) -> None:
         self.commands = [c for c in self.commands if c.token != token]
+
+    def take(self, tier: str) -> list[PrefetchWeights]:
+        """Remove the commands of a tier, and return them."""
+        found = [c for c in self.commands if c.tier == tier]
+        self.commands = [c for c in self.commands if c.tier != tier]
+        return found
 
 
 class Prefetching:
@@ -153,7 +165,7 @@ class Prefetching:
         """
         for other in [w for w in self._running if w != weights_id]:
             log.info("cancelled a prefetch in favour of a load", extra={"weights": other})
-            self._record(self._running[other], PrefetchStatus(token=0, weights_id=other, state="preempted"))
+            self._record(self._running[other].commands, PrefetchStatus(token=0, weights_id=other, state="preempted"))
             self.cancel(other)
 
     def statuses(self) -> tuple[PrefetchStatus, ...]:
@@ -181,8 +193,8 @@ class Prefetching:
         self._running.clear()
         await end(*tasks)
 
-    def _record(self, prefetch: _Prefetch, outcome: PrefetchStatus) -> None:
-        self._ended.extend(outcome.model_copy(update={"token": c.token}) for c in prefetch.commands)
+    def _record(self, commands: Iterable[PrefetchWeights], outcome: PrefetchStatus) -> None:
+        self._ended.extend(outcome.model_copy(update={"token": c.token}) for c in commands)
 
     async def _run(self, holder: str, prefetch: _Prefetch) -> None:
         card = prefetch.commands[0].card
@@ -198,10 +210,15 @@ class Prefetching:
             log.exception("failed to prefetch weights", extra={"model": card.name})
             outcome = outcome.model_copy(update={"error": ThawError(f"{type(e).__name__} while prefetching: {e}").body()})
         finally:
+            later: list[PrefetchWeights] = []
             if self._running.get(weights_id) is prefetch:
                 del self._running[weights_id]
-                self._record(prefetch, outcome)
+                if not prefetch.has_room:  # those after the load had failed
+                    later = prefetch.take("dram")
+                self._record(prefetch.commands, outcome)
             self._release_hold(holder, prefetch.wants("dram"))
+            for command in later:
+                self.begin(command)
 
     async def _bring(self, holder: str, card: ModelCard, prefetch: _Prefetch) -> None:
         """Load the weights, and write them to the disk from there.
@@ -213,9 +230,12 @@ class Prefetching:
             await self._disk.check_room(card)
         try:
             await self._load(holder, card)
-        except InsufficientMemory:
-            if prefetch.wants("dram"):
+        except InsufficientMemory as e:
+            if not prefetch.wants("ssd"):
                 raise
+            prefetch.has_room = False
+            failed = PrefetchStatus(token=0, weights_id=card.info.revision, state="failed", error=e.body())
+            self._record(prefetch.take("dram"), failed)
         if prefetch.wants("ssd"):
             await self._write(card, prefetch)
 

@@ -82,6 +82,32 @@ async def test_weights_for_the_disk_without_room_in_memory_are_written_without_a
     assert error.code == "insufficient_memory"
 
 
+async def test_a_command_for_memory_that_joins_a_write_to_the_disk_is_loaded_afterwards() -> None:
+    """Memory had no room for the first load, so the prefetch that it joins leaves nothing there."""
+    node = Node()
+    node.load_error = InsufficientMemory("no room")
+    node.begin(1, "ssd")
+    node.load_ends.set()
+    await node.writing.wait()
+    node.load_error = None
+    node.begin(2, "dram")
+    await node.settle()
+    assert node.states()[0] == (1, "complete")
+    await node.settle()
+    assert node.states() == [(1, "complete"), (2, "complete")]
+    assert node.calls == ["load m", "write m", "release", "load m", "release and keep"]
+
+
+async def test_a_command_for_the_disk_needs_no_memory_although_it_joins_one_that_does() -> None:
+    node = Node()
+    node.load_error = InsufficientMemory("no room")
+    node.begin(1, "dram")
+    node.begin(2, "ssd")
+    await node.settle()
+    assert node.states() == [(1, "failed"), (2, "complete")]
+    assert node.calls == ["load m", "write m", "release"]
+
+
 async def test_a_disk_without_room_is_found_before_the_load() -> None:
     node = Node()
     node.room_error = StoreFull("full")

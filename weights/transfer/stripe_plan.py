@@ -231,6 +231,11 @@ def record_failed(plan: StripePlan, number: int) -> StripePlan:
     return _change_source(plan, attempt.source, is_out=True)
 
 
+def record_unusable(plan: StripePlan, source: int) -> StripePlan:
+    """Record that nothing can read from the source any more. Its attempts continue."""
+    return _change_source(plan, source, is_out=True)
+
+
 def record_over(plan: StripePlan) -> StripePlan:
     """Record that the load is over: no source begins anything, and attempts end soon."""
     sources = tuple(replace(s, is_out=True) for s in plan.sources)

@@ -6,9 +6,11 @@ first, and only when no other attempt writes to the same memory.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +20,7 @@ from weights.transfer.link import Link, Taken, numbers
 from weights.transfer.pieces import Piece
 from weights.transfer.stripe_plan import Attempt, StripePlan, StripeSource
 
+log = logging.getLogger(__name__)
 _TICK_S = 0.05
 """The end of a load, and a reserve, depend on the time that reads have taken."""
 
@@ -97,10 +100,12 @@ class StripedTransfer:
         Raises:
             Cancelled: The load was cancelled. The last source's error is raised, too.
         """
+        assert len(links) == len(self._shares)
         self._links = links
         try:
-            for link, share in zip(links, self._shares, strict=True):
-                link.submit(share)
+            for source, share in enumerate(self._shares):
+                with self._without_thread(source):
+                    links[source].submit(share)
             self._wait()
         finally:
             with self._changed:
@@ -132,8 +137,21 @@ class StripedTransfer:
 
     def _refresh(self) -> None:
         """Ask each link to look again. Not under the lock: links ask this object under theirs."""
-        for link, share in zip(self._links, self._shares, strict=True):
-            link.refresh(share)
+        for source, share in enumerate(self._shares):
+            with self._without_thread(source):
+                self._links[source].refresh(share)
+
+    @contextmanager
+    def _without_thread(self, source: int) -> Iterator[None]:
+        """Leave a source out if its link can start no thread: others read its pieces."""
+        try:
+            yield
+        except RuntimeError as e:
+            name = self._plan.sources[source].name
+            log.warning("failed to start a thread of a link; other sources read", extra={"link": name, "error": str(e)})
+            with self._changed:
+                self._source_error = e
+                self._change(plans.record_unusable(self._plan, source))
 
     # -- under the lock ----------------------------------------------------------------------------
 

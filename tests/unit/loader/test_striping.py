@@ -224,6 +224,51 @@ def test_loads_on_one_link_take_turns_and_the_striped_one_leaves_it() -> None:
         assert [link.status().queued_bytes for link in found] == [0, 0]
 
 
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let the links of these names start no thread."""
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name.rpartition("-")[0] in names:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_source_whose_link_can_start_no_thread_is_left_out(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+    segment = Segment(5, read)
+    with links(2) as found:
+        refuse_threads(monkeypatch, f"link{refused}")
+        load = transfer(segment, 5, source(0), source(1))
+        load.run(found)
+    assert sorted(segment.published) == list(range(5))
+    assert [s.read_bytes for s in load.plan.sources][refused] == 0
+
+
+def test_reserve_whose_link_can_start_no_thread_ends_the_load_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reserve begins later than the load."""
+
+    def outcome(number: int, piece: Piece, cancelled: threading.Event) -> None:
+        raise SourceFailed(Unavailable(f"source {number}"))
+
+    segment = Segment(5, outcome)
+    with links(2) as found:
+        refuse_threads(monkeypatch, "link1")
+        with pytest.raises(RuntimeError, match="new thread"):
+            transfer(segment, 5, source(0), source(1, is_reserve=True)).run(found)
+        assert [link.status().loads for link in found] == [0, 0]
+    assert segment.published == []
+
+
+def test_load_without_any_thread_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with links(2) as found:
+        refuse_threads(monkeypatch, "link0", "link1")
+        with pytest.raises(RuntimeError, match="new thread"):
+            transfer(Segment(5, read), 5, source(0), source(1)).run(found)
+
+
 def test_request_raises_the_priority_on_every_link() -> None:
     begun, release, lock = threading.Semaphore(0), threading.Event(), threading.Lock()
     order: list[str] = []

@@ -1,12 +1,15 @@
 """Grant memory to loads, and evict cached weights for them.
 
 `settle(state, room)`, for the loads that want chunks, in order of arrival
- 1. memory suffices, what other loads were promised counted → granted;
+ 1. memory suffices, what other loads were promised counted, and so do chunks → granted;
  2. evicting everything cached and spare would not suffice → denied;
  3. evictions, cancelled loads and chunks being populated will suffice → wait for them;
  4. else evict the least recently used cached weights, pinned ones never; their chunks stay spare
-    for the load;
+    for the load, unless it is chunks that it lacks and not memory;
  5. nothing is left to evict → free spare chunks of the wrong size, or deny the load.
+
+Chunks can be scarcer than memory: weights take whole ones, and those that a device keeps take
+chunks for all their bytes.
 
 `make_ready(state, room)` populates free chunks, a few at a time, while nothing loads and the host
 has plenty of memory.
@@ -17,7 +20,7 @@ least recently used cached weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from services.loader.domain.effects import Deny, Effect, Grant, RemoveRecord, Vacate
@@ -62,8 +65,10 @@ def _serve(state: State, entry: Entry, room: int) -> Decision:
     evictable = list_cached(state)
     gain = sum(e.total_bytes for e in evictable)
     coming = table.leaving_bytes + table.making_bytes + _called_off(state)
-    if granted is None or entry.wants > free + gain + table.spare_bytes + coming:  # 2
+    if entry.wants > free + gain + table.spare_bytes + coming:  # 2
         return _deny(state, entry)
+    if granted is None:
+        return _free_chunks(state, entry, evictable)
     lacking = granted.owned[entry.run].fresh - free - coming
     if lacking <= 0:  # 3
         return state, ()
@@ -80,6 +85,27 @@ def _serve(state: State, entry: Entry, room: int) -> Decision:
     if table.spare:  # 5
         return give_back(state, table.spare)
     return _deny(state, entry)
+
+
+def _free_chunks(state: State, entry: Entry, evictable: Sequence[Entry]) -> Decision:
+    """Evict cached weights until the pool has chunks enough for a load."""
+    table = state.chunks
+    needed = len(chunks.parts(entry.wants if entry.device is None else entry.total_bytes))
+    coming = sum(len(d.chunks) for d in table.doomed.values() if not d.is_lost)
+    coming += sum(len(o.chunks) for o in _list_called_off(state))
+    lacking = needed - (table.count - len(table.list_taken())) - len(table.spare) - coming
+    if lacking > sum(len(table.owned[e.run].chunks) for e in evictable):  # 2
+        return _deny(state, entry)
+    effects: list[Effect] = []
+    for victim in evictable:  # 4
+        if lacking <= 0:
+            break
+        lacking -= len(table.owned[victim.run].chunks)
+        state, more = evict(state, victim)
+        effects.extend(more)
+    if effects or coming:  # 3
+        return state, tuple(effects)
+    return give_back(state, table.spare) if table.spare else _deny(state, entry)  # 5
 
 
 def _deny(state: State, entry: Entry) -> Decision:
@@ -101,8 +127,13 @@ def sum_promised(state: State) -> int:
 
 def _called_off(state: State) -> int:
     """Bytes that cancelled loads free when they end."""
+    return sum(o.nbytes for o in _list_called_off(state))
+
+
+def _list_called_off(state: State) -> list[chunks.Owned]:
+    """Chunks that cancelled loads free when they end."""
     leaving = (state.chunks.owned.get(e.run) for e in state.entries.values() if e.stage is Stage.LEAVING)
-    return sum(o.nbytes for o in leaving if o is not None)
+    return [o for o in leaving if o is not None]
 
 
 def list_cached(state: State) -> list[Entry]:

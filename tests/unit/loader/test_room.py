@@ -55,6 +55,18 @@ def dram(*sizes: int, budget: int, pinned: tuple[int, ...] = ()) -> Played:
     return p
 
 
+def small(*, count: int, cached: int) -> Played:
+    """Cache weights w1, w2, … of 100 bytes, each in one of `count` chunks."""
+    p = Played(State(chunks=Chunks(count, 64 * CHUNK_BYTES)))
+    for n in range(1, cached + 1):
+        p.now = float(n)
+        p.do(Attach(n, f"i{n}", card(f"w{n}"), "complete"))
+        granted(p, f"w{n}", n)
+        p.do(Completed(f"w{n}", n))
+        p.do(Release(100 + n, f"i{n}"))
+    return p
+
+
 def cached(p: Played) -> set[str]:
     return {e.weights_id for e in p.state.entries.values() if e.stage is Stage.CACHED}
 
@@ -107,6 +119,50 @@ def test_load_takes_memory_from_the_cache_once_it_is_verified_free() -> None:
     # Its chunks stay warm for the load, which gets them only now.
     assert p.do(Vacated(1, CHUNK_BYTES)) == (Grant(run, (0, 1, 4)),)
     assert cached(p) == {"w2"}
+
+
+def test_weights_are_evicted_for_a_load_that_lacks_chunks_and_not_memory() -> None:
+    p = small(count=4, cached=4)
+    p.do(Attach(10, "x", card("w5"), "index"))
+    vacates = [e for e in p.do(LaidOut("w5", 5, CHUNK_BYTES + 1, 1 << 40)) if isinstance(e, Vacate)]
+    assert [(v.chunks, v.keep) for v in vacates] == [((0,), 0), ((1,), 0)]
+    assert cached(p) == {"w3", "w4"}
+    assert p.do(Vacated(1, 1 << 40)) == ()
+    assert p.do(Vacated(2, 1 << 40)) == (Grant(5, (0, 1)),)
+
+
+def test_load_with_more_chunks_than_evictions_would_free_is_denied_without_one() -> None:
+    p = small(count=4, cached=3)
+    p.do(Attach(9, "y", card("w4"), "complete"))
+    granted(p, "w4", 4)
+    p.do(Attach(10, "x", card("w5"), "index"))
+    assert p.do(LaidOut("w5", 5, 3 * CHUNK_BYTES + 1, 1 << 40)) == (Deny(5),)
+    assert cached(p) == {"w1", "w2", "w3"}
+
+
+def test_load_that_lacks_chunks_waits_for_those_of_a_cancelled_one() -> None:
+    p = small(count=4, cached=1)
+    p.do(Attach(9, "y", card("w2"), "complete"))
+    granted(p, "w2", 2, 3 * CHUNK_BYTES)
+    p.do(Release(11, "y"))
+    p.do(Attach(10, "x", card("w3"), "index"))
+    assert p.do(LaidOut("w3", 3, 2 * CHUNK_BYTES, 1 << 40)) == ()
+    p.do(Ended("w2", 2))
+    assert Grant(3, (1, 2)) in p.do(Vacated(2, 1 << 40))
+    assert cached(p) == {"w1"}
+
+
+def test_spare_chunks_of_the_wrong_size_are_freed_for_a_load_that_lacks_chunks() -> None:
+    p = Played(State(chunks=Chunks(2, 64 * CHUNK_BYTES)))
+    [vacate] = p.do(Adopted(ready=2, room=1 << 40))
+    assert isinstance(vacate, Vacate)
+    p.do(Vacated(vacate.run, 1 << 40))
+    assert len(p.state.chunks.spare) == 2
+    p.do(Attach(10, "x", card("w1"), "index"))
+    run = p.state.runs
+    [freed] = p.do(LaidOut("w1", run, 100, 1 << 40))
+    assert isinstance(freed, Vacate)
+    assert p.do(Vacated(freed.run, 1 << 40)) == (Grant(run, (0,)),)
 
 
 def test_load_waits_for_memory_that_is_being_freed() -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -152,7 +151,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the servers are ended too
     options = parse(sys.argv[1:])
     if options.no_litellm:
         print("LiteLLM is left out: there is nothing to compare with", file=sys.stderr)

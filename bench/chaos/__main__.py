@@ -15,7 +15,6 @@ sent at the fault, and killed services run again.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
@@ -66,7 +65,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--keep", type=Path, default=None, metavar="DIRECTORY", help="gets the logs of the mesh")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     tie_to_this_process()
     findings = campaign(plan(options.kills, options.seed), options.seed, options.clients, say, options.seconds, options.keep)
     print(table(findings))

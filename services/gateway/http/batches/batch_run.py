@@ -22,6 +22,7 @@ from services.gateway.adapters.batch_store import ANONYMOUS
 from services.gateway.domain.batches import batch as transitions
 from services.gateway.domain.batches.batch import Batch, BatchError
 from services.gateway.domain.batches.input_lines import InputCheck, InputLine, parse_line
+from services.gateway.domain.batches.line_splitter import LineSplitter, RawLine
 from services.gateway.domain.batches.owner_state import change_batch, end_batch
 from services.gateway.domain.batches.pacing import load_of, may_start, retry_delay_s
 from services.gateway.domain.catalog import unknown_model
@@ -116,12 +117,11 @@ class BatchRun:
 
     async def _lines(self) -> AsyncGenerator[InputLine | BatchError, None]:
         """Read the requests of the input file."""
-        number, rest, time_slice = 0, b"", TimeSlice()
+        number, splitter, time_slice = 0, LineSplitter(self._gateway.mesh.max_body), TimeSlice()
         async for part in self._parts():
-            *lines, rest = (rest + part).split(b"\n") if part else (rest, b"")
-            for line in lines:
+            for line in splitter.split(part) if part else [splitter.end_line()]:
                 number += 1
-                if line.strip():
+                if line.data.strip() or line.is_over:
                     yield await self._parse(number, line)
                 await time_slice.pause()
 
@@ -135,16 +135,16 @@ class BatchRun:
             yield part
         yield b""
 
-    async def _parse(self, number: int, line: bytes) -> InputLine | BatchError:
+    async def _parse(self, number: int, line: RawLine) -> InputLine | BatchError:
         settings = self._gateway.settings
-        if len(line) > self._gateway.mesh.max_body:
-            message = f"This line has {len(line)} bytes, and the limit is {self._gateway.mesh.max_body}."
+        if line.is_over:
+            message = f"This line has {line.nbytes} bytes, and the limit is {self._gateway.mesh.max_body}."
             return BatchError(code="line_too_large", message=message, line=number)
         try:
-            await check_json_cost(line, settings.max_body_values)
+            await check_json_cost(line.data, settings.max_body_values)
         except ThawError as e:
             return BatchError(code="line_too_large", message=f"{e.message}.", line=number)
-        return parse_line(number, line, self._batch.endpoint)
+        return parse_line(number, line.data, self._batch.endpoint)
 
     async def _validate(self) -> None:
         check, now = InputCheck(self._gateway.settings.batch_max_requests), int(time.time())

@@ -50,6 +50,8 @@ AHEAD = 4
 """Pieces that are copied ahead of the connection."""
 _STEP_WITHIN_S = 10.0
 _IDLE_S = TICKET_S
+_RETRY_S = 0.5
+"""Pause after a connection could not be accepted."""
 
 
 class Reading(Protocol):
@@ -173,7 +175,12 @@ class KvReaders:
 
     async def _accept_forever(self, listener: socket.socket) -> None:
         while True:
-            sock, address = await self._loop.sock_accept(listener)
+            try:
+                sock, address = await self._loop.sock_accept(listener)
+            except OSError as e:  # no file descriptor is left, or the caller has gone
+                log.warning("failed to accept a connection; retrying", extra={"error": repr(e), "retry_s": _RETRY_S})
+                await asyncio.sleep(_RETRY_S)
+                continue
             if len(self._callers) >= MAX_CALLERS:
                 sock.close()
                 continue
@@ -193,7 +200,12 @@ class KvReaders:
                 if sum(len(t.readers) for t in self._tickets.values()) >= MAX_READERS:
                     raise ProtocolError("too many engines read from this one")
                 ticket.readers.add(connection)
-            threading.Thread(target=self._serve, args=(connection, ticket), name="kv-out", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection, ticket), name="kv-out", daemon=True).start()
+            except RuntimeError as e:
+                with self._lock:
+                    ticket.readers.discard(connection)
+                raise ProtocolError("no thread can be started") from e
             is_kept = True
         except (ProtocolError, OSError, TimeoutError) as e:
             log.warning("refused a connection for keys and values", extra={"caller": str(address), "error": repr(e)})

@@ -255,10 +255,13 @@ class Client:
         return response
 
     async def ask(self, request: HttpRequest, limit: int = 64 << 20) -> tuple[int, bytes]:
-        """Status and whole body of a response. Raises `HttpError`."""
+        """Status and whole body of a response. Raises `HttpError`.
+
+        A response to HEAD has no body, although its headers may have the length of one.
+        """
         response = await self.send(request)
         try:
-            return response.status, await response.read_all(limit)
+            return response.status, b"" if request.method == "HEAD" else await response.read_all(limit)
         finally:
             response.close()
 

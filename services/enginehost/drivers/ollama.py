@@ -16,12 +16,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from services.enginehost.drivers.port import PROBE_PROMPT, Command, Driver, OnProgress
-from services.enginehost.http1 import BodyStream, Client, HttpError, HttpRequest, call, json_request
+from services.enginehost.http1 import BodyStream, Client, HttpError, HttpRequest, Response, call, json_request
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, InvalidModel
 
 _PIECE = 1 << 20
 _FOREVER = -1
+_MAX_LINE_BYTES = 1 << 20
 
 
 class Ollama(Driver):
@@ -73,18 +74,22 @@ class Ollama(Driver):
         return status == 200
 
     async def _pull(self, client: Client, on_progress: OnProgress) -> None:
+        what = f"Ollama's download of {self.served_name}"
         try:
             response = await client.send(json_request("/api/pull", {"model": self.served_name}))
             try:
-                rest = b""
-                while piece := await response.read():
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in filter(None, lines):
-                        _report_pull(json.loads(line), self.served_name, on_progress)
+                if response.status != 200:
+                    body = await response.read_all(_MAX_LINE_BYTES)
+                    raise EngineFailed(f"{what}: the engine answered {response.status}: {body[:300].decode(errors='replace')}")
+                is_complete = False
+                async for line in _read_lines(response):
+                    is_complete = _report_pull(json.loads(line), self.served_name, on_progress)
             finally:
                 response.close()
         except (HttpError, ValueError) as e:
-            raise EngineFailed(f"Ollama's download of {self.served_name}: {e}") from e
+            raise EngineFailed(f"{what}: {e}") from e
+        if not is_complete:
+            raise EngineFailed(f"{what}: the response ended before the download did")
 
     async def _create(self, client: Client, path: Path, on_progress: OnProgress) -> None:
         """Upload the file in one request, a piece at a time.
@@ -96,13 +101,19 @@ class Ollama(Driver):
         self._name = f"thaw-{digest.removeprefix('sha256:')[:16]}"
         if await self._has(client):
             return
-        status, _ = await client.ask(HttpRequest("HEAD", f"/api/blobs/{digest}"))
-        if status != 200:
-            upload = HttpRequest("POST", f"/api/blobs/{digest}", stream=BodyStream(path.stat().st_size, lambda: _read_pieces(path)))
+        if not await self._has_file(client, digest):
+            upload = HttpRequest("POST", f"/api/blobs/{digest}", stream=BodyStream(_size_of(path), lambda: _read_pieces(path)))
             await call(client, upload, "giving Ollama the model's file")
         created = json_request("/api/create", {"model": self._name, "files": {path.name: digest}, "stream": False})
         await call(client, created, "making an Ollama model of the file")
         on_progress(Phase.FETCH, 1.0)
+
+    async def _has_file(self, client: Client, digest: str) -> bool:
+        try:
+            status, _ = await client.ask(HttpRequest("HEAD", f"/api/blobs/{digest}"))
+        except HttpError as e:
+            raise EngineFailed(f"Asking Ollama for the model's file: {e}") from e
+        return status == 200
 
     async def _load(self, client: Client) -> None:
         """Load the model into memory.
@@ -133,18 +144,42 @@ class Ollama(Driver):
         await self._load(client)
 
 
-def _report_pull(message: dict[str, object], name: str, on_progress: OnProgress) -> None:
+def _report_pull(message: object, name: str, on_progress: OnProgress) -> bool:
+    """Report the progress of a download. True if it is complete."""
+    if not isinstance(message, dict):
+        raise EngineFailed(f"Ollama's download of {name}: a line of the response is no object")
     if "error" in message:
         raise EngineFailed(f"Ollama failed to download {name}: {message['error']}")
     total, completed = message.get("total"), message.get("completed")
     if isinstance(total, int) and isinstance(completed, int) and total:
         on_progress(Phase.FETCH, completed / total)
+    return message.get("status") == "success"
+
+
+async def _read_lines(response: Response) -> AsyncIterator[bytes]:
+    """Yield the lines of a response. The last one needs no line break."""
+    rest = b""
+    while piece := await response.read():
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > _MAX_LINE_BYTES:
+            raise HttpError(f"a line of the response exceeds {_MAX_LINE_BYTES} bytes")
+        for line in filter(None, lines):
+            yield line
+    if rest:
+        yield rest
 
 
 async def _read_pieces(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as file:
         while piece := await asyncio.to_thread(file.read, _PIECE):
             yield piece
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as e:
+        raise InvalidModel(f"{path} cannot be read: {e.strerror}") from e
 
 
 def _digest(path: Path) -> str:

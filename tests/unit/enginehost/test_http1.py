@@ -74,6 +74,11 @@ async def test_a_broken_answer_is_an_error(answer: bytes) -> None:
             await client.ask(GET)
 
 
+async def test_a_response_to_head_has_no_body_whatever_its_length() -> None:
+    async with serving(says(b"HTTP/1.1 404 Not Found\r\ncontent-length: 30\r\n\r\n")) as client:
+        assert await client.ask(HttpRequest("HEAD", "/")) == (404, b"")
+
+
 async def test_missing_server_is_reported(tmp_path: Path) -> None:
     with pytest.raises(HttpError, match="no connection"):
         await Client(Address(path=str(tmp_path / "none.sock"))).ask(GET)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -12,21 +13,31 @@ from thaw.llama_swap.engines import NotTranslatable, Server, arguments_of, engin
 from thaw.units import parse_size
 
 _SHORT = {
-    "-p": "publish",
-    "-v": "volume",
-    "-e": "env",
-    "-u": "user",
-    "-m": "memory",
-    "-w": "workdir",
-    "-l": "label",
-    "-h": "hostname",
+    "a": "attach",
+    "c": "cpu-shares",
+    "d": "detach",
+    "e": "env",
+    "h": "hostname",
+    "i": "interactive",
+    "l": "label",
+    "m": "memory",
+    "p": "publish",
+    "P": "publish-all",
+    "q": "quiet",
+    "t": "tty",
+    "u": "user",
+    "v": "volume",
+    "w": "workdir",
 }
-_LOGICAL = frozenset(
-    {"rm", "init", "detach", "interactive", "tty", "d", "i", "t", "it", "ti", "dit", "privileged", "read-only", "q"}
-)
-_DROPPED = frozenset(
-    {"rm", "init", "detach", "interactive", "tty", "d", "i", "t", "it", "ti", "dit", "q", "name", "restart", "label"}
-)
+_LOGICAL = frozenset({
+    "detach", "disable-content-trust", "env-host", "help", "http-proxy", "init", "interactive", "no-healthcheck",
+    "no-hostname", "no-hosts", "oom-kill-disable", "passwd", "privileged", "publish-all", "quiet", "read-only",
+    "read-only-tmpfs", "replace", "rm", "rmi", "rootfs", "sig-proxy", "tls-verify", "tty", "unsetenv-all",
+    "use-api-socket",
+})  # fmt: skip
+"""Options of docker and podman without a value. All others have one."""
+_FALSE = frozenset({"0", "f", "F", "false", "False", "FALSE"})
+_DROPPED = frozenset({"rm", "init", "detach", "interactive", "tty", "quiet", "name", "restart", "label"})
 """Options that Thaw decides by itself."""
 _REASONS = {
     "ipc": "Thaw sets the size of /dev/shm by container.shm_bytes",
@@ -83,19 +94,42 @@ _TAKEN = frozenset(
 
 
 def _parse(words: Sequence[str]) -> _Run:
-    at, given = 0, []
-    while at < len(words) and words[at].startswith("-"):
-        option, equals, value = words[at].partition("=")
-        name = _SHORT.get(option, option.lstrip("-"))
-        at += 1
-        if not equals and name not in _LOGICAL:
-            if at == len(words):
-                raise ValueError(f"{option} has no value")
-            value, at = words[at], at + 1
-        given.append((name, value))
-    if at == len(words):
+    """Read the options, the image and its arguments as docker does."""
+    left = deque(words)
+    given: list[tuple[str, str]] = []
+    while left and left[0].startswith("-"):
+        word = left.popleft()
+        if word == "--":
+            break
+        given += _read_long(word, left) if word.startswith("--") else _read_short(word, left)
+    if not left:
         raise ValueError("the command names no image")
-    return _Run(words[at], list(words[at + 1 :]), given)
+    image, *arguments = left
+    return _Run(image, arguments, [(name, value) for name, value in given if name not in _LOGICAL or value not in _FALSE])
+
+
+def _read_long(word: str, left: deque[str]) -> list[tuple[str, str]]:
+    name, equals, value = word.removeprefix("--").partition("=")
+    return [(name, value if equals or name in _LOGICAL else _read_value(word, left))]
+
+
+def _read_short(word: str, left: deque[str]) -> list[tuple[str, str]]:
+    """Read options of one letter: only the last one of a word can have a value."""
+    given: list[tuple[str, str]] = []
+    for at, letter in enumerate(word[1:], 2):
+        name, rest = _SHORT.get(letter, letter), word[at:]
+        if name not in _LOGICAL:
+            return [*given, (name, rest.removeprefix("=") if rest else _read_value(word, left))]
+        if rest.startswith("="):
+            return [*given, (name, rest[1:])]
+        given.append((name, ""))
+    return given
+
+
+def _read_value(option: str, left: deque[str]) -> str:
+    if not left:
+        raise ValueError(f"{option} has no value")
+    return left.popleft()
 
 
 def _server(name: str, run: _Run, body: dict[str, Any]) -> Server:

@@ -200,6 +200,33 @@ def test_volumes_that_are_no_paths_of_the_host_are_reported_and_variables_are_pa
     assert [reason.split()[0] for reason in reasons] == ["hf-cache:/root/.cache", "/data", "~/m:/m"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--gpus all --rm -it --init --privileged -p 80:8080",
+        "-itd --gpus=all -p80:8080",
+        "-dp 80:8080 --no-healthcheck --oom-kill-disable",
+        "-Pqp=80:8080 --read-only --sig-proxy=false",
+        "--replace --tls-verify --rm=true -p 80:8080 --",
+    ],
+)
+def test_options_of_docker_without_a_value_take_no_word(options: str) -> None:
+    draft = translate(f"models: {{m: {{cmd: 'docker run {options} example/audio serve --fast'}}}}", "config.yaml", {})
+    container = draft.models[0].options["container"]
+    assert (container["image"], container["port"], container["args"]) == ("example/audio", 8080, ["serve", "--fast"])
+
+
+def test_options_of_docker_that_are_switched_off_are_not_reported() -> None:
+    draft = translate("models: {m: {cmd: 'docker run --privileged=false --read-only -it example/audio'}}", "config.yaml", {})
+    assert [path for path in losses(draft) if "--" in path] == ["models.m.cmd --read-only"]
+
+
+@pytest.mark.parametrize("options", ["-p", "-it", "--gpus", "-p 80:80"])
+def test_docker_without_an_image_is_reported(options: str) -> None:
+    [fault] = faults(f"models: {{m: {{cmd: 'docker run --rm {options}'}}}}")
+    assert "names no image" in fault or "has no value" in fault
+
+
 def test_number_of_slots_that_llama_server_chooses_itself_is_left_out(tmp_path: Path, models: Path) -> None:
     command = f"llama-server -m {models}/small.gguf -c 8192 -np -1"
     _, found = imported(tmp_path, f"models: {{m: {{cmd: '{command}'}}}}")

@@ -96,7 +96,7 @@ def test_an_engine_in_a_container_is_paged_out_and_resumed(suspending: Project) 
     ready = instance(mesh)
     mesh.execute("gateway", "thaw", "sleep", "m")
     suspended = instance(mesh)
-    assert suspended["state"] == "suspended", suspended
+    assert suspended["state"] == "suspended", "\n".join((json.dumps(suspended), json.dumps(ready), mesh.logs("nodeagent")))
     assert suspended["freed_by_last_suspend_bytes"] > 64 << 20
     assert suspended["reserved_bytes"] < ready["reserved_bytes"] / 2
     assert text(mesh) == before

@@ -15,7 +15,9 @@ from tests.support.launcher import Thaw
 
 _RATE = 6.0
 _DECK = (SWAP, STREAMED, KEYED, SWAP, CANCELLED, ADAPTER, SWAP, WHOLE, MALFORMED, AGAIN)
-_WARM_UP, _ROUNDS = 2 * len(_DECK), 4 * len(_DECK)
+_WARM_UP, _ROUND = 2 * len(_DECK), 4 * len(_DECK)
+_MOST_ROUNDS = 5
+_PLANS = "table public.plans|rows"
 _AT_REST_WITHIN_S = 60.0
 _ENDED = (InstanceState.STOPPED, InstanceState.FAILED)
 _STORES = ("/dev/shm|files", "/dev/shm|bytes", "postgres|connections")
@@ -95,13 +97,17 @@ async def test_resources_do_not_grow_over_rounds_of_mixed_load(mesh: Thaw) -> No
         first = await _ask(mesh, _WARM_UP)
         before, faults = await _at_rest(mesh, counter)
         assert faults == [], "\n".join(faults)
-        then = await _ask(mesh, _ROUNDS)
-        after, faults = await _at_rest(mesh, counter, before)
+        then: list[SentRequest] = []
+        swaps, rounds = 0.0, 0
+        # On a slow machine more requests share a swap.
+        while swaps <= max(_SLACK.values()) and rounds < _MOST_ROUNDS:
+            then += await _ask(mesh, _ROUND)
+            after, faults = await _at_rest(mesh, counter, before)
+            swaps, rounds = after[_PLANS] - before[_PLANS], rounds + 1
     finally:
         await counter.close()
     assert [a for a in (*first, *then) if a.lost] == []
-    assert (len(first), len(then)) == (_WARM_UP, _ROUNDS)
-    swaps = after["table public.plans|rows"] - before["table public.plans|rows"]
+    assert (len(first), len(then)) == (_WARM_UP, rounds * _ROUND)
     assert swaps > max(_SLACK.values()), "too few swaps to detect a leak"
     assert sum(a.kind == SWAP for a in then) >= swaps
     assert faults == [], "\n".join(faults)

@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 LEASE_LIMITS: TypeAdapter[LeaseLimits] = TypeAdapter(LeaseLimits)
 _MAX_ASKS = 4
 """Owners or grants that one request waits for; each change of owner takes one."""
+_PAUSED_S = 0.25
+"""A deadline that is noticed so late: this process was paused, and the answer may not be read yet.
+To regard the owner as gone would give the key a second budget.
+"""
 _WORDS = {
     "requests": ("requests per minute", "requests_per_minute"),
     "tokens": ("tokens per minute", "tokens_per_minute"),
@@ -145,10 +149,16 @@ class RateLimiter:
 
     async def _request(self, key: ApiKey, lease: Lease, ask: LeaseLimits, owner: str, *, is_renewal: bool = False) -> None:
         asked_at = time.monotonic()
+        message = ask.model_copy(update={"key": key.name})
         try:
-            message = ask.model_copy(update={"key": key.name})
             answer = await self._mesh.request(subjects.gateway_limits(owner), message, LimitsLeased)
         except (Unreachable, DeadlineExceeded) as e:
+            late_s = time.monotonic() - asked_at - message.deadline_ms / 1000
+            if isinstance(e, DeadlineExceeded) and late_s > _PAUSED_S:
+                log.info(
+                    "this gateway was paused while another one answered about limits", extra={"other": owner, "late_s": late_s}
+                )
+                return
             log.info("a gateway does not answer about limits", extra={"other": owner, "error": e.message})
             self._members.remove(owner)
         except ThawError as e:
@@ -194,14 +204,12 @@ class RateLimiter:
     async def run(self) -> None:
         """Announce this gateway and renew its leases until cancelled, while any key has limits."""
         await self.announce()
-        was_needed = False
         while True:
             await asyncio.sleep(min(PRESENCE_INTERVAL_S, RENEW_S))
             now, is_needed = time.monotonic(), any(map(is_limited, self._keys.list_keys()))
             if is_needed:
                 await self.announce()
-                self._members.expire(now) if was_needed else self._members.touch(now)
-            was_needed = is_needed
+                self._members.expire(now)
             await self._renew(now)
 
     async def _renew(self, now: float) -> None:

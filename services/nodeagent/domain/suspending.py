@@ -171,8 +171,9 @@ def on_pause_answered(transition: Transition, event: PauseAnswered) -> None:
     """Handle the engine's answer to a pause.
 
     1. Reply to commands that waited for it.
-    2. Busy: asked again when the engine reports that it is idle.
-    3. No answer possible: stopped.
+    2. Busy, or the answer was lost: asked again when the engine reports that it is idle. One that
+       never answers is stopped at the drain deadline.
+    3. It cannot pause: stopped.
     4. No command needs the pause any more, or the answer was lost: the engine serves again.
     5. Paused: frozen.
     """
@@ -194,6 +195,8 @@ def on_pause_answered(transition: Transition, event: PauseAnswered) -> None:
     if instance is None or not wanted or not instance.suspend_state.pausing:
         return
     if event.error is not None:
+        if event.error.code in _LOST:  # 2
+            return
         if event.error.code != InstanceBusy.code:  # 3
             _give_up(transition, instance, event.error)
         elif instance.load.active + instance.load.waiting == 0:  # 2: it became idle before its answer arrived

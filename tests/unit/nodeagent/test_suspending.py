@@ -13,7 +13,7 @@ from services.nodeagent.domain.status import suspension
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import InstanceState, SuspendWay
-from shared.errors import DeadlineExceeded, EngineFailed, InstanceBusy, StaleToken
+from shared.errors import DeadlineExceeded, EngineFailed, InstanceBusy, StaleToken, ThawError, Unreachable
 from tests.unit.nodeagent.world import EPOCH, ERROR, POSSIBLE, World, report, resume, start, suspend
 
 READY, DRAINING, SUSPENDED = InstanceState.READY, InstanceState.DRAINING, InstanceState.SUSPENDED
@@ -187,6 +187,30 @@ def test_7_a_busy_engine_drains_first_and_is_frozen_when_idle(w: World) -> None:
     assert e.PauseEngine("i", only_if_idle=False) in effects
     effects = w.hear(e.PauseAnswered("i", False))
     assert effects.index(e.Persist("i")) < effects.index(e.Suspend("i", "cpu")), "recorded before it is frozen"
+
+
+@pytest.mark.parametrize("lost", [DeadlineExceeded, Unreachable])
+def test_7_a_pause_whose_answer_is_lost_is_asked_again(w: World, lost: type[ThawError]) -> None:
+    """A busy machine delays an answer beyond its deadline: a stop would lose the engine."""
+    w.ready()
+    w.hear(e.SuspendCommand(suspend(), 2))
+    assert not w.hear(e.PauseAnswered("i", False, lost("no answer").body()))
+    assert e.PauseEngine("i", only_if_idle=False) in w.hear(e.EngineReported(report(pid=7)))
+    assert e.Suspend("i", "cpu") in w.hear(e.PauseAnswered("i", False))
+
+
+def test_7_engine_that_never_answers_a_pause_is_stopped_at_the_drain_deadline(w: World) -> None:
+    w.ready()
+    w.hear(e.SuspendCommand(suspend(drain_timeout_ms=1000), 2))
+    w.hear(e.PauseAnswered("i", False, DeadlineExceeded("no answer").body()))
+    assert e.Signal("i", "term") in w.hear(e.Tick(), 1.0)
+
+
+def test_7_engine_that_cannot_pause_is_stopped(w: World) -> None:
+    w.ready()
+    w.hear(e.SuspendCommand(suspend(), 2))
+    w.hear(e.PauseAnswered("i", False, ERROR))
+    assert w["i"].stop_asked
 
 
 def test_drain_timeout_turns_the_suspension_into_a_stop(w: World) -> None:

@@ -1,15 +1,15 @@
 """The sequences of one model, and the steps that compute them.
 
 Steps run on the computing thread of the device (`generation/device_loop`). Requests and
-cancellations arrive in a queue and take effect between steps. The results of a step are delivered
-in one call. `services.engine.domain.step_planning` decides which sequences a step computes.
+cancellations are commands (`command_queue`), which take effect between steps. The results of a step
+are delivered in one call. `services.engine.domain.step_planning` decides which sequences a step
+computes.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import queue
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -24,9 +24,9 @@ from services.engine.domain import background_prefill
 from services.engine.domain.fair_slots import Flow
 from services.engine.domain.step_costs import StepCosts
 from services.engine.domain.step_planning import Limits, SequenceView, StepPlan, blocks_for, plan_step
+from services.engine.generation.command_queue import CommandQueue
 from services.engine.generation.commands import (
     Cancel,
-    Command,
     DiscardPrepared,
     PagesLent,
     SetKvBlocks,
@@ -44,7 +44,6 @@ from services.engine.generation.flow_work import FlowWork, list_flows
 from services.engine.generation.kv_budget import KvBudget
 from services.engine.generation.kv_pages import KvPages
 from services.engine.generation.kv_transfers import KvTransfers
-from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.masks import MaskThread, StepMasks
 from services.engine.generation.open_requests import OpenRequests
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
@@ -64,7 +63,7 @@ _PAGES_WITHIN_S = 0.05
 """A step waits this long for the loader's reply before it preempts a sequence for lack of pages."""
 
 
-class Batcher:
+class Batcher(CommandQueue):
     """Runs steps over all sequences.
 
     `has_commands`, `next_step_at`, `flow_work` and `step` run on the computing thread; all other
@@ -92,7 +91,7 @@ class Batcher:
             ttft_s: Seconds from the request to its first token that the model's objective allows;
                 None: no objective.
         """
-        self.on_command: Callable[[], None] = lambda: None
+        super().__init__()
         self.required_requests: float | None = None
         """RRC of the model (`shared.compliance`); None: unknown. Any thread may set it."""
         self._runner = runner
@@ -101,7 +100,6 @@ class Batcher:
         self._is_stalled = False
         self._pages_due: float | None = None
         self._deliver = deliver
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._keys = 0
         self._running: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -122,53 +120,11 @@ class Batcher:
         self._has_computed = False
         self.blocks_used = 0
 
-    def submit(self, request: GenerationRequest | EmbedRequest) -> None:
-        self._send(request)
-
-    def cancel(self, request_id: str) -> None:
-        """Drop `request_id` before the next step. No event is delivered for it afterwards."""
-        self._send(Cancel(request_id))
-
-    def yield_(self, request_id: str, retain_s: float = 0.0) -> None:
-        """Stop the request before the next step, and deliver `Yielded` after its tokens.
-
-        Unknown ids are ignored. Its keys and values can be read for `retain_s` seconds.
-        """
-        self._send(Yield(request_id, retain_s))
-
     def transfer(self, work: Callable[[KvTransfers], R]) -> Future[R]:
         """Read or write keys and values between two steps."""
         done: Future[R] = Future()
-        self._send(Transfer.create(lambda: work(self._transfers), done))
+        self.send(Transfer.create(lambda: work(self._transfers), done))
         return done
-
-    def prepare(self, order: PrepareOrder) -> None:
-        """Prefill sequences in the background, behind running requests."""
-        self._send(order)
-
-    def discard_prepared(self, name: str) -> None:
-        """Discard the prepared sequences of this name."""
-        self._send(DiscardPrepared(name))
-
-    def forget(self, adapter: LoraAdapter, forgotten: Callable[[], None]) -> None:
-        """Drop all references to `adapter`, which no request will use again.
-
-        Args:
-            adapter: The adapter to drop.
-            forgotten: Called on the computing thread afterwards.
-        """
-        self._send(UnloadLora(adapter, forgotten))
-
-    def grant(self, kv_blocks: int) -> None:
-        """Limit the KV cache to `kv_blocks` from the next step on.
-
-        Sequences beyond it are preempted.
-        """
-        self._send(SetKvBlocks(kv_blocks))
-
-    def warm_up(self, done: Callable[[], None]) -> None:
-        """Read every weight once, unless a step has done so; then call `done` on the thread."""
-        self._send(WarmUp(done))
 
     def borrow(self, pages: KvPages) -> None:
         """Take the memory of the KV cache from `pages`. Call it before `run`."""
@@ -179,21 +135,6 @@ class Batcher:
         """Pages that the KV cache wants to have; 0 if it borrows none."""
         return self._kv.pages_wanted
 
-    def on_lent(self, more: int, *, is_answer: bool, turn: int | None = None) -> None:
-        """Add pages that the KV cache has got."""
-        self._send(PagesLent(more, is_answer, turn))
-
-    def shrink(self, keep: int) -> None:
-        """Return all but `keep` pages before the next step."""
-        self._send(ShrinkKv(keep))
-
-    def stop(self) -> None:
-        self._send(Stop())
-
-    def _send(self, command: Command) -> None:
-        self._inbox.put(command)
-        self.on_command()
-
     # Steps
 
     def next_step_at(self, now: float) -> float:
@@ -201,7 +142,7 @@ class Batcher:
 
         Infinity: not until the next command.
         """
-        if not self._inbox.empty():
+        if self.has_commands():
             return now
         idle = not (self._running or self._waiting or self._embeddings or self._prepared.busy or self._pending_events)
         if not idle and not self._is_stalled:
@@ -212,9 +153,6 @@ class Batcher:
             return self._pages_due
         due = (self._prepared.next_expiry(), self._kv.next_adjustment(now))
         return min((at for at in due if at is not None), default=math.inf)
-
-    def has_commands(self) -> bool:
-        return not self._inbox.empty()
 
     def flow_work(self, now: float) -> Mapping[Flow, FlowWork]:
         """Return what each key wants to have computed."""
@@ -262,54 +200,50 @@ class Batcher:
 
     def _take_commands(self) -> bool:
         """Apply the queued commands. False: stop."""
-        try:
-            command = self._inbox.get_nowait()
+        while (command := self.next_command()) is not None:
             self._is_stalled = False
-            while True:
-                match command:
-                    case Stop():
-                        return False
-                    case Cancel(request_id):
+            match command:
+                case Stop():
+                    return False
+                case Cancel(request_id):
+                    self._forget(request_id)
+                case Yield(request_id, retain_s):
+                    if request_id in self._open:
+                        if retain_s:
+                            self._transfers.retain(request_id, retain_s)
                         self._forget(request_id)
-                    case Yield(request_id, retain_s):
-                        if request_id in self._open:
-                            if retain_s:
-                                self._transfers.retain(request_id, retain_s)
-                            self._forget(request_id)
-                            self._pending_events.append(Yielded(request_id))
-                    case PrepareOrder():
-                        views = (s.view for s in self._running.values()), (s.view for s in self._waiting)
-                        self._prepared.order(command, background_prefill.free_blocks(*views, self._kv.limits))
-                    case Transfer(run):
-                        run()
-                    case DiscardPrepared(name):
-                        self._prepared.forget(name)
-                    case UnloadLora(adapter, forgotten):
-                        if self._runner is not None:
-                            self._runner.forget(adapter)
-                        del adapter
-                        forgotten()
-                    case SetKvBlocks(kv_blocks):
-                        self._kv.grant(kv_blocks)
-                    case PagesLent(more, is_answer, turn):
-                        self._kv.on_lent(more, is_answer=is_answer, turn=turn)
-                    case ShrinkKv(keep) if self._kv.borrows:
-                        self._shrink(keep)
-                    case WarmUp(done):
-                        if self._runner is not None and not self._has_computed:
-                            self._runner.forward([Row(self._runner.new_state(), 0, WARM_UP)])
-                        if self._runner is None:
-                            self._embeddings.warm_up(WARM_UP)
-                        done()
-                    case EmbedRequest():
-                        self._open.expect(command.request_id, time.monotonic())
-                        self._embeddings.add(command)
-                    case GenerationRequest():
-                        self._open.expect(command.request_id, time.monotonic())
-                        self._enqueue(command)
-                command = self._inbox.get_nowait()
-        except queue.Empty:
-            return True
+                        self._pending_events.append(Yielded(request_id))
+                case PrepareOrder():
+                    views = (s.view for s in self._running.values()), (s.view for s in self._waiting)
+                    self._prepared.order(command, background_prefill.free_blocks(*views, self._kv.limits))
+                case Transfer(run):
+                    run()
+                case DiscardPrepared(name):
+                    self._prepared.forget(name)
+                case UnloadLora(adapter, forgotten):
+                    if self._runner is not None:
+                        self._runner.forget(adapter)
+                    del adapter
+                    forgotten()
+                case SetKvBlocks(kv_blocks):
+                    self._kv.grant(kv_blocks)
+                case PagesLent(more, is_answer, turn):
+                    self._kv.on_lent(more, is_answer=is_answer, turn=turn)
+                case ShrinkKv(keep) if self._kv.borrows:
+                    self._shrink(keep)
+                case WarmUp(done):
+                    if self._runner is not None and not self._has_computed:
+                        self._runner.forward([Row(self._runner.new_state(), 0, WARM_UP)])
+                    if self._runner is None:
+                        self._embeddings.warm_up(WARM_UP)
+                    done()
+                case EmbedRequest():
+                    self._open.expect(command.request_id, time.monotonic())
+                    self._embeddings.add(command)
+                case GenerationRequest():
+                    self._open.expect(command.request_id, time.monotonic())
+                    self._enqueue(command)
+        return True
 
     # Memory
 

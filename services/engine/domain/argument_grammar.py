@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import InvalidRequest
+from shared.tool_calls.argument_types import is_json_of, is_text, json_type, resolve, types_of
 from shared.tool_calls.family import BareArguments, JsonArguments, PythonArguments, TaggedArguments
 
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,12}"
@@ -19,6 +20,12 @@ _COMPOSED = (
     "maxProperties", "propertyNames",
 )  # fmt: skip
 """Keywords of an object's schema that no list of its properties can enforce."""
+_LENGTHS = ("minLength", "maxLength")
+_NOT_COUNTED = ("pattern", "format", "$ref", "anyOf", "oneOf", "allOf", "not", "if", "const", "enum")
+"""Keywords of a string's schema that the number of its characters does not express."""
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
+_MAX_STEPS = 64
+"""Most references and choices of one argument that are followed."""
 
 
 def json_rule(schema: Mapping[str, Any], *, is_compact: bool = False) -> str:
@@ -109,6 +116,8 @@ def _refuse(tool: str, keyword: str) -> InvalidRequest:
 
 def _add_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part of a schema with the definitions that it may refer to."""
+    if '"$ref"' not in json.dumps(schema):
+        return dict(schema)
     return {key: root[key] for key in ("$defs", "definitions") if key in root} | dict(schema)
 
 
@@ -133,9 +142,9 @@ def _chain(rule: str, items: Sequence[tuple[str, bool]], separator: str) -> list
 
 def _string_chars(schema: Mapping[str, Any], tool: str) -> str:
     """Return the number of characters of a string, as in a regular expression."""
-    if (keyword := next((key for key in ("pattern", "format") if key in schema), None)) is not None:
+    if (keyword := next((key for key in _NOT_COUNTED if key in schema), None)) is not None:
         raise _refuse(tool, keyword)
-    low, high = schema.get("minLength"), schema.get("maxLength")
+    low, high = (schema.get(key) for key in _LENGTHS)
     if low is None and high is None:
         return "*"
     return f"{{{int(low or 0)},{'' if high is None else int(high)}}}"
@@ -143,17 +152,45 @@ def _string_chars(schema: Mapping[str, Any], tool: str) -> str:
 
 def _texts(schema: Mapping[str, Any]) -> list[str] | None:
     """Return the strings of an enumeration; None if it is none of strings."""
+    values = _values(schema)
+    return values if values and all(isinstance(value, str) for value in values) else None
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values of an enumeration that are of the schema's type; None: it is none."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        return values
-    return None
-
-
-def _is_string(schema: Mapping[str, Any]) -> bool:
+    if not isinstance(values, list):
+        return None
     kinds = schema.get("type")
-    if isinstance(choices := schema.get("anyOf") or schema.get("oneOf"), list):
-        return any(isinstance(choice, Mapping) and _is_string(choice) for choice in choices)
-    return kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+    return values if kinds is None else [value for value in values if _is_of(value, kinds if isinstance(kinds, list) else [kinds])]
+
+
+def _is_of(value: object, kinds: Sequence[object]) -> bool:
+    kind = json_type(value)
+    return kind in kinds or (kind == "integer" and "number" in kinds)
+
+
+def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return schemas of which a value has to comply with one.
+
+    References are followed, and choices and lists of types are divided. A schema that demands more
+    besides them is left whole, and so is one with too many.
+    """
+    found, left = list[Mapping[str, Any]](), list[Any]([schema])
+    for _ in range(_MAX_STEPS):
+        if not left:
+            return found
+        each = left.pop()
+        demands = each.keys() - _ANNOTATIONS if isinstance(each, Mapping) else frozenset()
+        if demands == {"$ref"} and isinstance(target := resolve(str(each["$ref"]), root), Mapping):
+            left.append(target)
+        elif demands in ({"anyOf"}, {"oneOf"}) and isinstance(choices := each[next(iter(demands))], list) and choices:
+            left += reversed(choices)
+        elif isinstance(each, Mapping) and isinstance(kinds := each.get("type"), list) and kinds:
+            found += [dict(each) | {"type": kind} for kind in kinds]
+        else:
+            found.append(each if isinstance(each, Mapping) else {})
+    return [schema]
 
 
 @dataclass(frozen=True)
@@ -170,25 +207,66 @@ class _Tagged:
         for k, (name, schema, is_required) in enumerate(_properties(self.root, self.tool)):
             begin = self.text.write(f"{self.style.key_begin}{name}{self.style.key_end}{self.style.value_begin}")
             item = f"{rule}_i{k}"
-            value, more = self._value(f"{rule}_{k}", schema)
+            value, more = self._value(f"{rule}_{k}", name, schema)
             rules += [f"{item}: {begin} {value}", *more]
             items.append((item, is_required))
         return [f"{rule}: {rule}_f0 {self.text.write(self.style.end)}", *_chain(rule, items, ""), *rules]
 
-    def _value(self, rule: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """Return the expression of a value with its end, and the rules that it needs."""
+    def _value(self, rule: str, name: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Return the expression of a value with its end, and the rules that it needs.
+
+        The reader of the arguments takes the text of a string as it is, and JSON where other types
+        are allowed too (`argument_types`).
+
+        1. A text of any length or of a limited one.
+        2. Texts of an enumeration.
+        3. JSON, also for strings where the reader takes JSON.
+        """
+        types = types_of(self.root, name)
+        choices = _alternatives(schema, self.root)
+        free = [each for each in choices if _is_string(each, types)]
+        any_text = next((each for each in free if not {*_LENGTHS, *_NOT_COUNTED} & each.keys()), None)
+        if any_text is not None:
+            return self._free_text(rule, any_text)
+        if free and is_text(types):  # 1
+            if len(choices) > 1:
+                raise _refuse(self.tool, f"properties.{name[:40]}")
+            return self._free_text(rule, free[0])
+        parts, others = list[str](), list[Mapping[str, Any]]()
+        for each in choices:
+            values = _values(each)
+            if values is not None and (is_text(types) or not each.keys() - _ANNOTATIONS - {"type", "enum", "const"}):  # 2
+                parts += [self._write_value(value, types) for value in values]
+            else:
+                others.append(each)
+        rules = list[str]()
+        if others:  # 3
+            rest = schema if len(others) == len(choices) else {"anyOf": others}
+            rules.append(f"{rule}_json: {json_rule(_add_definitions(rest, self.root))}")
+            parts.append(f"{rule}_json")
+        if not parts:
+            raise _refuse(self.tool, f"properties.{name[:40]}")
+        return f"({' | '.join(dict.fromkeys(parts))}) {self.text.write(self.style.value_end)}", rules
+
+    def _write_value(self, value: object, types: frozenset[str]) -> str:
+        """Write a value of an enumeration so that the reader finds it."""
+        is_plain = isinstance(value, str) and (is_text(types) or not is_json_of(value.strip(), types))
+        return self.text.write(str(value) if is_plain else json.dumps(value, ensure_ascii=False))
+
+    def _free_text(self, rule: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
         style = self.style
-        if (texts := _texts(schema)) is not None:
-            return f"({' | '.join(map(self.text.write, texts))}) {self.text.write(style.value_end)}", []
-        if not _is_string(schema):
-            return f"{rule}_json {self.text.write(style.value_end)}", [
-                f"{rule}_json: {json_rule(_add_definitions(schema, self.root))}"
-            ]
         end = style.value_end.rstrip()
         others = (style.key_begin, style.end) if style.is_end_optional else ()
         chars = _string_chars(schema, self.tool)
         expression, rules = self.text.write_until(f"{rule}_text".upper(), end, others, chars)
         return f"{expression} {self.text.write(style.value_end[len(end) :])}", rules
+
+
+def _is_string(schema: Mapping[str, Any], types: frozenset[str]) -> bool:
+    """True if the schema allows texts that it does not list."""
+    if _values(schema) is not None:
+        return False
+    return schema.get("type") == "string" or (is_text(types) and "type" not in schema)
 
 
 def _python_rules(rule: str, schema: Mapping[str, Any], tool: str) -> list[str]:
@@ -207,10 +285,10 @@ def _python_value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any])
         return [
             f"{rule}: {' | '.join(json.dumps(each, ensure_ascii=False) for text in texts for each in (json.dumps(text), repr(text)))}"
         ]
-    if schema.get("type") == "boolean":
+    if schema.get("type") == "boolean" and _values(schema) is None:
         return [f'{rule}: "True" | "False"']
     rules = [f"{rule}_json: {json_rule(_add_definitions(schema, root))}"]
-    if schema.get("type") == "string" and not {"pattern", "format"} & schema.keys():
+    if schema.get("type") == "string" and not set(_NOT_COUNTED) & schema.keys():
         quoted = rf"{rule.upper()}_QUOTED: /'([^'\\\n\r]|\\['\\nrt]){_string_chars(schema, '')}'/"
         return [f"{rule}: {rule}_json | {rule.upper()}_QUOTED", quoted, *rules]
     return [f"{rule}: {rule}_json" + (' | "None"' if _has_null(schema) else ""), *rules]
@@ -249,6 +327,9 @@ class _Bare:
         if (texts := _texts(schema)) is not None:
             return [f"{rule}: {quote} ({' | '.join(map(self.text.write, texts))}) {quote}"]
         match schema.get("type"):
+            case list() as kinds if kinds:
+                schemas = [dict(schema) | {"type": kind} for kind in kinds]
+                return self._choice(rule, [each for each in schemas if _values(each) != []], depth)
             case "string":
                 expression, rules = self.text.write_until(f"{rule}_text".upper(), self.quote, (), _string_chars(schema, self.tool))
                 return [f"{rule}: {quote} {expression}", *rules]
@@ -262,10 +343,13 @@ class _Bare:
                 some = f'{rule}_e ("," {rule}_e){more}' if high != 0 else '""'
                 return [f'{rule}: "[" {f"({some})?" if low == 0 else some} "]"', *self._value(f"{rule}_e", items, depth - 1)]
             case _ if isinstance(choices := schema.get("anyOf") or schema.get("oneOf"), list) and choices:
-                names = [f"{rule}_o{k}" for k in range(len(choices))]
-                parts = [self._value(name, _object(each, self.tool), depth - 1) for name, each in zip(names, choices, strict=True)]
-                return [f"{rule}: {' | '.join(names)}", *(line for part in parts for line in part)]
+                return self._choice(rule, [_object(each, self.tool) for each in choices], depth)
         raise _refuse(self.tool, "a value without a type")
+
+    def _choice(self, rule: str, schemas: Sequence[Mapping[str, Any]], depth: int) -> list[str]:
+        names = [f"{rule}_o{k}" for k in range(len(schemas))]
+        parts = [self._value(name, each, depth - 1) for name, each in zip(names, schemas, strict=True)]
+        return [f"{rule}: {' | '.join(names)}", *(line for part in parts for line in part)]
 
 
 def _object(schema: object, tool: str) -> Mapping[str, Any]:

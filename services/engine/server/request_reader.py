@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from services.engine.domain.generation import Generation
-from services.engine.domain.output_format import FIELDS, read_output_format, schema_format
+from services.engine.domain.output_format import FIELDS, limit_chars, read_output_format, schema_format
 from services.engine.domain.sampling_params import SamplingParams, StopConditions
 from services.engine.domain.tool_grammar import tags_of, write_tool_grammar
 from services.engine.domain.tool_request import ToolRequest, read_tools, shorten_call_ids
@@ -239,8 +239,10 @@ class RequestReader:
         given = (body.model_extra or {}) | {name: getattr(body, name) for name in body.model_fields_set & FIELDS}
         wanted = read_output_format(given)
         if tools is not None and (tools.is_enforced or wanted is not None):
-            for tool in tools.tools:
-                self._grammars.compile(schema_format(tool.schema, "tools"), flow)  # alone: a bad schema shows at its start
+            formats = [schema_format(tool.schema, "tools") for tool in tools.tools]
+            limit_chars("".join(each.text for each in formats), "tools")
+            for each in formats:
+                self._grammars.compile(each, flow)  # alone: a bad schema shows at its start
             form = self._form_of_calls()
             content = wanted if tools.mode == "auto" else None
             wanted = write_tool_grammar(tools, form, self._tokens.special_ids(tags_of(form)), content)
@@ -367,6 +369,6 @@ def _tool_call(number: int, call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InvalidRequest("The arguments of a tool call are not JSON", param=f"messages.{number}.tool_calls") from e
     return {**call, "function": {**function, "arguments": arguments}}

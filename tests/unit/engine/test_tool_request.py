@@ -193,6 +193,107 @@ def test_random_arguments_of_all_types_are_parsed_as_valid(
         assert isinstance(found.get("inner", {"a": ""})["a"], str)
 
 
+LISTED: dict[str, Any] = {
+    "type": "object",
+    "$defs": {"Color": {"type": "string", "enum": ["red", "green"], "title": "Color"}},
+    "properties": {
+        "color": {"$ref": "#/$defs/Color", "description": "Of the wall"},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]},
+        "size": {"type": ["string", "null"], "enum": ["small", "large", None]},
+        "level": {"anyOf": [{"const": "low"}, {"const": "high"}]},
+        "code": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "digit": {"type": ["string", "integer"], "enum": ["5", 6]},
+        "on": {"type": "boolean", "const": True},
+    },
+    "required": ["color", "maybe", "size", "level", "code", "digit", "on"],
+    "additionalProperties": False,
+}
+"""As clients write classes with enumerations and optional fields."""
+TAGGED: list[ToolFormat] = ["minimax_m2", "seed_oss", "qwen3_coder", "glm45", "glm47"]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("gemma4", "functiongemma")])
+def test_enumerations_in_references_and_choices_are_parsed_as_valid(
+    compiler: GrammarCompiler, tokens: Tokenization, form: ToolFormat
+) -> None:
+    """The reader takes a string between tags as it is: with quotes it would be another value."""
+    asked = read_tools([function("f", LISTED)], "required", False)
+    assert asked is not None
+    grammar = compiler.compile(write_tool_grammar(asked, form, {}))
+    begin = tokens.encode("<|channel|>commentary", special_tokens=False) if form == "openai" else ()
+    for seed in range(6):
+        made = generate(grammar, seed, limit=4000, begin=begin)
+        assert made[-1] in EOS
+        parser = ToolCallParser(form, {"f": LISTED})
+        pieces = parser.feed(tokens.decode(made)) + parser.finish()
+        found = json.loads("".join(piece.text for piece in pieces if isinstance(piece, Arguments)))
+        assert found.keys() == LISTED["properties"].keys()
+        assert found["color"] in ("red", "green")
+        assert found["maybe"] in ("red", "green", None)
+        assert found["size"] in ("small", "large", None)
+        assert found["level"] in ("low", "high")
+        assert found["code"] is None or len(found["code"]) <= 3
+        assert found["digit"] in ("5", 6)
+        assert found["on"] is True
+
+
+@pytest.mark.parametrize("form", TAGGED)
+def test_texts_of_enumerations_between_tags_are_enforced(compiler: GrammarCompiler, tokens: Tokenization, form: ToolFormat) -> None:
+    asked = read_tools([function("f", LISTED)], "required", False)
+    assert asked is not None
+    grammar = compiler.compile(write_tool_grammar(asked, form, {}))
+    valid = {"color": "red", "maybe": "green", "size": None, "level": "high", "code": None, "digit": 6, "on": True}
+    assert accepts(grammar, tokens, write(form, ("f", valid)))
+    assert accepts(grammar, tokens, write(form, ("f", valid | {"maybe": None, "size": "small"})))
+    for other in ({"color": "blue"}, {"maybe": "blue"}, {"size": "medium"}, {"level": "mid"}, {"code": "abcd"}, {"on": False}):
+        assert not accepts(grammar, tokens, write(form, ("f", valid | other))), other
+
+
+@pytest.mark.parametrize("form", ["gemma4", "functiongemma"])
+def test_lists_of_types_are_enforced_between_bare_keys(compiler: GrammarCompiler, tokens: Tokenization, form: ToolFormat) -> None:
+    """Optional fields of a strict schema have a list of types."""
+    properties = {
+        "size": {"type": ["string", "null"], "enum": ["small", None]},
+        "note": {"type": ["string", "null"]},
+        "count": {"type": ["integer", "null"]},
+    }
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    asked = read_tools([function("f", schema)], "required", False)
+    assert asked is not None
+    grammar = compiler.compile(write_tool_grammar(asked, form, {}))
+    for valid in ({"size": "small", "note": "a", "count": 3}, {"size": None, "note": None, "count": None}):
+        text = write(form, ("f", valid))
+        assert accepts(grammar, tokens, text), text
+        parser = ToolCallParser(form, {"f": schema})
+        pieces = parser.feed(text) + parser.finish()
+        assert json.loads("".join(piece.text for piece in pieces if isinstance(piece, Arguments))) == valid
+    assert not accepts(grammar, tokens, write(form, ("f", {"size": "large", "note": "a", "count": 3})))
+    assert not accepts(grammar, tokens, write(form, ("f", {"size": "small", "note": 1, "count": 3})))
+
+
+def test_definitions_are_written_only_for_arguments_that_refer_to_them() -> None:
+    """Else a few dozen numbers and a large definition are over the limit of a request's tools."""
+    large = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}
+    properties = {f"n{i}": {"type": "integer"} for i in range(40)} | {"large": {"$ref": "#/$defs/Large"}}
+    schema = {"type": "object", "$defs": {"Large": large}, "properties": properties}
+    asked = read_tools([function("f", schema)], "required", False)
+    assert asked is not None
+    assert write_tool_grammar(asked, "qwen3_coder", {}).text.count('"$defs"') == 1
+
+
+def test_references_and_choices_that_explode_take_bounded_time() -> None:
+    levels = {f"L{i}": {"anyOf": [{"$ref": f"#/$defs/L{i + 1}"}] * 32} for i in range(8)}
+    loop = {"Loop": {"$ref": "#/$defs/Loop"}}
+    properties = {f"p{i}": {"$ref": "#/$defs/L0"} for i in range(100)} | {"loop": {"$ref": "#/$defs/Loop"}}
+    schema = {"type": "object", "$defs": levels | {"L8": {"type": "integer"}} | loop, "properties": properties}
+    asked = read_tools([function("f", schema)], "required", False)
+    assert asked is not None
+    begun = time.process_time()
+    with contextlib.suppress(InvalidRequest):
+        write_tool_grammar(asked, "qwen3_coder", {})
+    assert time.process_time() - begun < 5
+
+
 @pytest.mark.parametrize("form", ["qwen3_coder", "pythonic", "functiongemma"])
 @pytest.mark.parametrize(
     "schema", [{"anyOf": [{"type": "object"}]}, {"type": "object", "properties": {"a b": {}}, "required": ["a b"]}]
@@ -375,6 +476,19 @@ def test_reader_renders_tools_and_names_their_form(tokens: Tokenization) -> None
     assert read(tokens, "llama3", tools=TOOLS).tool_format == "llama3"
     without = read(tokens, tools=TOOLS, tool_choice="none")
     assert (without.tool_format, without.choices) == (None, read(tokens).choices)
+
+
+def test_schemas_of_all_tools_together_are_bounded_before_they_are_compiled(
+    tokens: Tokenization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("it was compiled")
+
+    monkeypatch.setattr(GrammarCompiler, "compile", fail)
+    tools = [function(f"f{i}", {"type": "object", "description": "x" * 50_000}) for i in range(3)]
+    with pytest.raises(InvalidRequest, match="the limit is") as refused:
+        read(tokens, tools=tools, tool_choice="required")
+    assert refused.value.param == "tools"
 
 
 @pytest.mark.parametrize(

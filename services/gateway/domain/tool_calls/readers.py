@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from services.gateway.domain.tool_calls.argument_types import is_text, literal_to_json, quote_part, text_to_json, types_of
+from services.gateway.domain.tool_calls.argument_types import literal_to_json, quote_part, text_to_json
 from services.gateway.domain.tool_calls.literals import NO_JSON, LiteralScanner
+from shared.tool_calls.argument_types import is_text, types_of
 from shared.tool_calls.family import BareArguments, JsonArguments, NamedCall, PythonArguments, TaggedArguments
 
 WHITE = " \t\r\n"

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from functools import partial
+from typing import NoReturn
 
 from shared.contracts.engine import EngineStart
 from shared.contracts.executor import ExecutorStart
@@ -76,8 +77,13 @@ def run_engine_process(start: EngineStart | ExecutorStart, process_start_s: floa
     return run_service("engine", EngineSettings, partial(run_engine, start=start, process_start_s=process_start_s, stage_pids=pids))
 
 
-def end_process(status: int) -> None:
-    """Exit without waiting for a step of the computing thread."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+def end_process(status: int) -> NoReturn:
+    """Exit without waiting for a step of the computing thread.
+
+    It always exits, also if the log's disk is full.
+    """
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

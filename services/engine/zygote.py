@@ -177,7 +177,6 @@ class Zygote:
             traceback.print_exc()
         finally:
             end_process(status)
-        raise AssertionError("the process has ended")
 
     def _reap(self) -> None:
         for pid in list(self._children):

@@ -81,11 +81,14 @@ class GrammarCompiler:
         if not self._eos:
             raise InvalidRequest("This model has no end-of-sequence token, so its output cannot be constrained", param=wanted.param)
         self.prepare()
+        vocabulary = self._vocabulary
+        assert vocabulary is not None
         with self._lock:
-            assert self._vocabulary is not None
             grammar = self._kept.get((flow, wanted))
-            if grammar is None:
-                grammar = self._kept[flow, wanted] = Grammar(_compile(wanted, self._vocabulary))
+        if grammar is None:  # without the lock: another request must not wait for a slow compilation
+            grammar = Grammar(_compile(wanted, vocabulary))
+        with self._lock:
+            grammar = self._kept.setdefault((flow, wanted), grammar)
             self._kept.move_to_end((flow, wanted))
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)

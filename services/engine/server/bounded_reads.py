@@ -6,13 +6,30 @@ The grammar library bounds its work itself. The time-out is for what its limits 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class _Turn(Generic[R]):
+    """A queued read.
+
+    Attributes:
+        job: The read on its thread.
+        started: Done when it runs, or has ended otherwise.
+        expired: Done when it has run for too long.
+    """
+
+    job: Future[R]
+    started: asyncio.Future[None]
+    expired: asyncio.Future[None]
 
 
 class BoundedReads:
@@ -39,44 +56,61 @@ class BoundedReads:
             TimeoutError: `read` took too long. Its thread is abandoned.
         """
         while True:
-            thread, job = await self._begin(read, prepare)
-            if job.cancelled() and not self._is_closed:
-                continue  # its thread was abandoned before its turn
+            turn = self._begin(read, prepare)
             try:
-                return await asyncio.wait_for(asyncio.shield(job), self._within_s)
-            except TimeoutError:
-                log.warning("abandoned the compilation of a grammar")
-                thread.shutdown(wait=False, cancel_futures=True)
-                if self._thread is thread:
-                    self._thread = None
+                await turn.started
+            except asyncio.CancelledError:
+                turn.job.cancel()  # no effect once it runs
                 raise
+            if turn.job.cancelled() and not self._is_closed:
+                continue  # its thread was abandoned before its turn
+            done = asyncio.wrap_future(turn.job)
+            done.add_done_callback(lambda each: each.cancelled() or each.exception())  # its caller may have been cancelled
+            await asyncio.wait((done, turn.expired), return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise TimeoutError
+            return done.result()
 
-    async def _begin(self, read: Callable[[], R], prepare: Callable[[], object]) -> tuple[ThreadPoolExecutor, asyncio.Future[R]]:
-        """Return the thread and its job once `read` runs, or the job has ended otherwise."""
+    def _begin(self, read: Callable[[], R], prepare: Callable[[], object]) -> _Turn[R]:
+        """Queue a read. A slow one's thread is abandoned, whether its caller waits or not."""
         loop = asyncio.get_running_loop()
-        started: asyncio.Future[None] = loop.create_future()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         thread = self._thread
+        timer: asyncio.TimerHandle | None = None
 
         def begin() -> None:
-            if not started.done():
-                started.set_result(None)
+            nonlocal timer
+            if timer is None:
+                timer = loop.call_later(self._within_s, self._abandon, thread, turn.expired)
+            if not turn.started.done():
+                turn.started.set_result(None)
 
         def work() -> R:
             prepare()
             loop.call_soon_threadsafe(begin)
             return read()
 
-        def end(done: asyncio.Future[R]) -> None:
+        def end() -> None:
             begin()
-            if not done.cancelled():
-                done.exception()  # taken here, in case the caller was cancelled
+            if timer is not None:
+                timer.cancel()
 
-        job = loop.run_in_executor(thread, work)
-        job.add_done_callback(end)
-        await started
-        return thread, job
+        def on_done(_: Future[R]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(end)
+
+        turn = _Turn(thread.submit(work), loop.create_future(), loop.create_future())
+        turn.job.add_done_callback(on_done)
+        return turn
+
+    def _abandon(self, thread: ThreadPoolExecutor, expired: asyncio.Future[None]) -> None:
+        """Leave a thread whose job takes too long to itself."""
+        log.warning("abandoned the compilation of a grammar")
+        thread.shutdown(wait=False, cancel_futures=True)
+        if self._thread is thread:
+            self._thread = None
+        expired.set_result(None)
 
     def close(self) -> None:
         """End the thread, without waiting for it."""

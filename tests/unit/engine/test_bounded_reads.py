@@ -53,3 +53,58 @@ async def test_preparation_is_not_part_of_the_time() -> None:
     go.set()
     assert await task == 3
     reads.close()
+
+
+async def test_slow_read_whose_caller_has_left_does_not_delay_later_ones() -> None:
+    reads, begun, ended = BoundedReads(0.05), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        ended.wait(60)
+
+    task = asyncio.create_task(reads.run(slow, prepare=lambda: None))
+    assert await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.wait_for(reads.run(lambda: 2, prepare=lambda: None), 30) == 2
+    ended.set()
+    reads.close()
+
+
+async def test_slow_read_whose_caller_left_while_it_was_prepared_is_bounded_too() -> None:
+    reads, preparing, go, ended = BoundedReads(0.05), threading.Event(), threading.Event(), threading.Event()
+
+    def prepare() -> None:
+        preparing.set()
+        go.wait(60)
+
+    task = asyncio.create_task(reads.run(lambda: ended.wait(60), prepare=prepare))
+    assert await asyncio.to_thread(preparing.wait, 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go.set()
+    assert await asyncio.wait_for(reads.run(lambda: 2, prepare=lambda: None), 30) == 2
+    ended.set()
+    reads.close()
+
+
+async def test_read_whose_caller_left_before_its_turn_does_not_run() -> None:
+    reads, begun, go = BoundedReads(60), threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def first() -> None:
+        begun.set()
+        go.wait(60)
+
+    tasks = [asyncio.create_task(reads.run(work, prepare=lambda: None)) for work in (first, lambda: ran.append(1))]
+    assert await asyncio.to_thread(begun.wait, 30)
+    tasks[1].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[1]
+    go.set()
+    await tasks[0]
+    assert await reads.run(lambda: 3, prepare=lambda: None) == 3
+    assert ran == []
+    reads.close()

@@ -21,8 +21,9 @@ from services.engine.domain.output_format import OutputFormat, read_output_forma
 from services.engine.domain.sampling_params import SamplingParams
 from services.engine.generation.philox import Draw
 from services.engine.generation.sampling import History, sample
+from services.engine.grammar import compiler as grammar_compiler
 from services.engine.grammar.compiler import Grammar, GrammarCompiler
-from services.engine.grammar.library import Vocabulary
+from services.engine.grammar.library import Matcher, Vocabulary
 from services.engine.grammar.matcher import TokenMatcher
 from services.engine.tokenization import Tokenization
 from shared.errors import EngineFailed, InvalidRequest
@@ -86,6 +87,33 @@ def test_random_tokens_within_a_schema_are_valid_json(compiler: GrammarCompiler,
     assert len(value["name"]) <= 6
     assert value["size"] in ("small", "large")
     assert isinstance(value["ok"], bool)
+
+
+def test_slow_compilation_does_not_delay_others(tokens: Tokenization, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes too long is abandoned, and still runs."""
+    slow, began, go = OutputFormat("regex", "slow", "guided_regex"), threading.Event(), threading.Event()
+    compile_format = grammar_compiler._compile
+
+    def compile_slowly(wanted: OutputFormat, vocabulary: Vocabulary) -> Matcher:
+        if wanted is slow:
+            began.set()
+            go.wait(60)
+        return compile_format(wanted, vocabulary)
+
+    monkeypatch.setattr(grammar_compiler, "_compile", compile_slowly)
+    compiler = GrammarCompiler(tokens, tokens.size, EOS)
+    compiler.prepare()
+    threads = [threading.Thread(target=compiler.compile, args=(slow,))]
+    threads[0].start()
+    assert began.wait(60)
+    threads.append(threading.Thread(target=compiler.compile, args=(OutputFormat("regex", "ab*", "guided_regex"),)))
+    threads[1].start()
+    threads[1].join(20)
+    is_done = not threads[1].is_alive()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert is_done
 
 
 @pytest.mark.parametrize(

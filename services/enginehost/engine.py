@@ -353,12 +353,16 @@ class Engine:
         probing = asyncio.ensure_future(self._ask_for_tokens())
         ended = asyncio.ensure_future(self._running.wait())
         try:
-            await asyncio.wait({probing, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not probing.done():
+            waited: set[asyncio.Future[Any]] = {probing, ended}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            error = probing.exception() if probing.done() else None
+            if error is not None:  # a connection breaks a moment before the exit is visible
+                await asyncio.wait({ended}, timeout=_EXIT_VISIBLE_WITHIN_S)
+            if ended.done() and (error is not None or not probing.done()):
                 raise self._exit_error(ended.result())
+            if isinstance(error, EngineFailed):
+                raise EngineFailed(f"{error.message}{self._log_excerpt()}") from error
             self._expected = probing.result()
-        except EngineFailed as e:
-            raise EngineFailed(f"{e.message}{self._log_excerpt()}") from e
         finally:
             probing.cancel()
             ended.cancel()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
@@ -23,6 +24,8 @@ from shared.errors import EngineFailed, ThawError
 
 _HIGH_WATER = 1 << 20
 _LOW_WATER = 1 << 18
+_FULL_S = 0.005
+"""Seconds between two attempts to connect to a Unix socket that has no room for a connection."""
 
 
 class HttpError(Exception):
@@ -239,7 +242,8 @@ class Client:
         loop = asyncio.get_running_loop()
         try:
             if self.address.path:
-                transport, response = await loop.create_unix_connection(Response, self.address.path)
+                sock = await _connect_unix(self.address.path)
+                transport, response = await loop.create_unix_connection(Response, sock=sock)
             else:
                 transport, response = await loop.create_connection(Response, self.address.host, self.address.port)
         except OSError as e:
@@ -278,6 +282,27 @@ class Client:
         if any("\r" in line or "\n" in line for line in lines):
             raise HttpError("a header or path with a line break")
         return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + request.body
+
+
+async def _connect_unix(path: str) -> socket.socket:
+    """Connect to a Unix socket, and wait while its backlog is full. Raises `OSError`.
+
+    asyncio takes such a connection for made, and its first write fails. The kernel has no event for
+    a backlog with room.
+    """
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect(path)
+            except BlockingIOError:
+                await asyncio.sleep(_FULL_S)
+            else:
+                return sock
+    except BaseException:
+        sock.close()
+        raise
 
 
 def json_request(path: str, body: Any, method: str = "POST") -> HttpRequest:

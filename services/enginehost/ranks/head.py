@@ -79,7 +79,7 @@ class RankHead:
             await end(self._publishing)
         if self._server is not None:
             self._server.close()
-        for writer in self._members.values():
+        for writer in tuple(self._members.values()):  # a member that ends meanwhile is removed
             if is_orderly:
                 with contextlib.suppress(OSError):
                     write_line(writer, event=CLOSING)

@@ -119,9 +119,15 @@ class Docker:
         try:
             while piece := await response.read():
                 rest += piece
-                while len(rest) >= _FRAME_HEAD and len(rest) >= (end := _FRAME_HEAD + int.from_bytes(rest[4:8], "big")):
-                    yield rest[_FRAME_HEAD:end]
-                    rest = rest[end:]
+                at = 0
+                while len(rest) - at >= _FRAME_HEAD:
+                    begin = at + _FRAME_HEAD
+                    end = begin + int.from_bytes(rest[at + 4 : begin], "big")
+                    if end > len(rest):
+                        break
+                    yield rest[begin:end]
+                    at = end
+                rest = rest[at:]
         finally:
             response.close()
 

@@ -87,7 +87,7 @@ def _relay(path: str, port: str) -> None:
     """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
-    listener.listen(128)
+    listener.listen(4096)
     child = os.fork()
     if not child:
         if os.fork():

@@ -64,7 +64,9 @@ def not_resumable_request_reason(endpoint: str, body: Mapping[str, Any], engine_
             return f"{name}: {why}"
     if any(isinstance(n := body.get(name), int) and n > 1 for name in ("n", "best_of")):
         return "n: several choices of a hosted engine are not tracked"
-    if (body.get("response_format") or {}).get("type", "text") != "text" or any(k.startswith("guided_") for k in body):
+    form = body.get("response_format")
+    is_text = not form or (isinstance(form, dict) and form.get("type", "text") == "text")
+    if not is_text or any(k.startswith("guided_") for k in body):
         return "response_format: the grammar would restart"
     if endpoint == "chat":
         if engine_args.get("reasoning_parser"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -77,6 +78,31 @@ async def test_a_broken_answer_is_an_error(answer: bytes) -> None:
 async def test_a_response_to_head_has_no_body_whatever_its_length() -> None:
     async with serving(says(b"HTTP/1.1 404 Not Found\r\ncontent-length: 30\r\n\r\n")) as client:
         assert await client.ask(HttpRequest("HEAD", "/")) == (404, b"")
+
+
+async def test_requests_wait_while_the_backlog_of_a_unix_socket_is_full(tmp_path: Path) -> None:
+    """All requests of a queue are sent at once when an engine becomes ready."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await writer.drain()
+        writer.close()
+
+    path = str(tmp_path / "engine.sock")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(1)
+    client = Client(Address(path=path))
+    asking = [asyncio.create_task(client.ask(GET)) for _ in range(20)]
+    for _ in range(5):  # all of them have tried to connect
+        await asyncio.sleep(0)
+    server = await asyncio.start_unix_server(answer, sock=listener)
+    try:
+        async with asyncio.timeout(60):
+            assert await asyncio.gather(*asking) == [(200, b"ok")] * 20
+    finally:
+        server.close()
 
 
 async def test_missing_server_is_reported(tmp_path: Path) -> None:

@@ -41,3 +41,23 @@ async def test_address_is_published_again_after_nats_was_away(monkeypatch: pytes
             await nats.published.wait()
     finally:
         await ranks.close()
+
+
+async def test_members_that_end_while_the_group_is_closed_are_no_fault() -> None:
+    stage = Stage(group_id="g", index=0, count=3, layers=LayerRange(first=0, end=2, total=6), secret="s" * 32, first="i")
+    ranks = RankHead(cast(Mesh, SimpleNamespace(nc=AwayOnce())), stage, "127.0.0.1")
+    sent: list[bytes] = []
+
+    class Member:
+        async def drain(self) -> None:
+            ranks._members.clear()  # the connections of all members are lost meanwhile
+
+        def write(self, data: bytes) -> None:
+            sent.append(data)
+
+        def close(self) -> None:
+            """No connection."""
+
+    ranks._members = {index: cast(asyncio.StreamWriter, Member()) for index in (1, 2)}
+    await ranks.close()
+    assert len(sent) == 2

@@ -40,6 +40,8 @@ def test_untrackable_request_has_a_reason(body: dict[str, Any], why: str) -> Non
 def test_trackable_request_has_no_reason() -> None:
     plain = {"stream": True, "prompt": [1, 2], "n": 1, "presence_penalty": 0, "response_format": {"type": "text"}, "tools": []}
     assert not_resumable_request_reason("completion", plain, {}, VLLM) == ""
+    assert not_resumable_request_reason("completion", {**plain, "response_format": {"type": "text"}}, {}, VLLM) == ""
+    assert "grammar" in not_resumable_request_reason("completion", {**plain, "response_format": "json"}, {}, VLLM)
     chat: dict[str, Any] = {"stream": True, "messages": [{"role": "user", "content": "x"}]}
     assert not_resumable_request_reason("chat", chat, {}, VLLM) == ""
     assert "reasoning" in not_resumable_request_reason("chat", chat, {"reasoning_parser": "qwen3"}, VLLM)

@@ -79,9 +79,12 @@ class DirectLauncher:
         child = self._children.get(pid)
         if child is None:
             return None
-        # Its pidfd has fired: this reaps the zombie.
-        status = await asyncio.to_thread(child.wait, within_s)
-        del self._children[pid]
+        try:  # its pidfd has fired: this reaps the zombie
+            status = await asyncio.to_thread(child.wait, within_s)
+        except subprocess.TimeoutExpired:
+            return None
+        if self._children.get(pid) is child:  # each instance of an executor asks for its status
+            del self._children[pid]
         return status
 
     async def clean_up(self, instance_id: str, card: ModelCard) -> None:

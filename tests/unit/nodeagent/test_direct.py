@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,3 +27,31 @@ async def test_a_clean_up_that_cannot_start_a_process_can_be_repeated(tmp_path: 
     card = card_of("a", engine="vllm", container={"image": "vllm:1"})
     with pytest.raises(EngineFailed, match="Resource temporarily unavailable"):
         await DirectLauncher("services.enginehost", tmp_path / "specs").clean_up("i", card)
+
+
+def start(program: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+
+
+async def test_each_instance_of_an_executor_gets_its_exit_status(tmp_path: Path) -> None:
+    """The agent ends after an error that is not a `ThawError`."""
+    launcher = DirectLauncher("services.engine", tmp_path / "specs")
+    child = start("raise SystemExit(3)")
+    launcher._children[child.pid] = child
+    assert await asyncio.gather(*(launcher.exit_status(child.pid, 60) for _ in range(3))) == [3, 3, 3]
+    assert await launcher.exit_status(child.pid, 60) is None
+    assert child.stdin is not None
+    child.stdin.close()
+
+
+async def test_exit_status_of_a_process_that_has_not_ended_is_unknown(tmp_path: Path) -> None:
+    launcher = DirectLauncher("services.engine", tmp_path / "specs")
+    child = start("input()")
+    launcher._children[child.pid] = child
+    try:
+        assert await launcher.exit_status(child.pid, 0.01) is None
+    finally:
+        child.kill()
+    assert await launcher.exit_status(child.pid, 60) == -signal.SIGKILL
+    assert child.stdin is not None
+    child.stdin.close()

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shared.contracts.base import Message, Request
 from shared.contracts.subjects import token
-from shared.errors import DeadlineExceeded, Unreachable
+from shared.errors import DeadlineExceeded, PayloadTooLarge, Unreachable
 from shared.messaging.progress import reports, request_with_reports
 from shared.messaging.replies import answer, decode_reply, encode_reply, faults_of
 from shared.messaging.responders import ConcurrentResponder, Handle, Responder, SubscribedResponder
@@ -164,8 +164,8 @@ class Mesh:
         """Send `message` and return its typed reply.
 
         Raises `Unreachable` without a subscriber, or without a connection and room to wait for one,
-        `DeadlineExceeded` after `message.deadline_ms`, and any `ThawError` that the other side
-        answered with.
+        `DeadlineExceeded` after `message.deadline_ms`, `PayloadTooLarge` for a message that NATS
+        would not take, and any `ThawError` that the other side answered with.
 
         Args:
             with_reports: The responder reports its progress; `ReplyLost` is raised soon after it
@@ -179,6 +179,8 @@ class Mesh:
         Raises as `request`, but what the other side answers.
         """
         data, timeout_s = message.model_dump_json().encode(), message.deadline_ms / 1000
+        if len(data) > self.max_body:
+            raise PayloadTooLarge(f"A request on {subject} would have {len(data)} bytes, and NATS takes {self.max_body}")
         try:
             if with_reports:
                 answer = await request_with_reports(self.nc, subject, data, timeout_s, carry())

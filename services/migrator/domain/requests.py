@@ -19,6 +19,7 @@ from shared.errors import (
     DeadlineExceeded,
     InsufficientMemory,
     NotFound,
+    PayloadTooLarge,
     StaleToken,
     Unreachable,
     UnsupportedParameter,
@@ -156,7 +157,7 @@ def handle_not_read(t: Turn, name: str, error: ErrorBody) -> None:
     """
     if name not in t.work.jobs:
         return
-    if error.code == UnsupportedParameter.code:
+    if error.code in (UnsupportedParameter.code, PayloadTooLarge.code):
         t.resolve(name, "fixed", reason=error.message or "its engine does not report its tokens")
         return
     gone = error.code != NotFound.code
@@ -168,8 +169,8 @@ def handle_not_read(t: Turn, name: str, error: ErrorBody) -> None:
 def handle_not_prepared(t: Turn, name: str, error: ErrorBody) -> None:
     """1. The destination resumes from its own cache: hand over. 2.
 
-    It has other weights, or the request arrived there meanwhile. 3. It has no memory, or is gone:
-    the request stays.
+    It has other weights, or the request arrived there meanwhile. 3. The tokens do not fit in a
+    message. 4. It has no memory, or is gone: the request stays.
     """
     job = t.work.jobs.get(name)
     if job is None:
@@ -180,7 +181,9 @@ def handle_not_prepared(t: Turn, name: str, error: ErrorBody) -> None:
         _move(t, name, job.total, prepared=False)
     elif error.code == Conflict.code:  # 2
         _check(t, name, refusal)
-    else:  # 3
+    elif error.code == PayloadTooLarge.code:  # 3
+        t.resolve(name, "fixed", reason=error.message)
+    else:  # 4
         t.resolve(name, "failed", reason=refusal)
 
 

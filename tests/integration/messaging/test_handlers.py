@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from pydantic import SecretStr
 
 from shared.contracts.base import Failure
-from shared.errors import ThawError, Unreachable
+from shared.errors import PayloadTooLarge, ThawError, Unreachable
 from shared.messaging import Mesh, responders
 from shared.settings import CommonSettings
 from shared.tasks import end
@@ -92,6 +92,24 @@ async def test_any_bytes_get_a_typed_error(mesh: Mesh, body: bytes, concurrent: 
     await mesh.flush()
     reply = await mesh.nc.request(SUBJECT, body, timeout=WITHIN_S)
     assert Failure.model_validate_json(reply.data).error.code == "invalid_request"
+
+
+class LongAsk(Ask):
+    text: str
+
+
+@pytest.mark.parametrize("spare_bytes", [-1000, 100])
+async def test_request_that_nats_would_not_take_is_an_error(mesh: Mesh, spare_bytes: int) -> None:
+    """Headers count too: the server would close the connection for good."""
+    slow = Slow()
+    slow.proceed.set()
+    await mesh.respond(SUBJECT, ASK, slow.handle).start()
+    await mesh.flush()
+    frame = len(LongAsk(value=1, text="").model_dump_json())
+    asked = LongAsk(value=1, text="x" * (mesh.nc.max_payload - frame - spare_bytes))
+    with pytest.raises(PayloadTooLarge):
+        await mesh.request(SUBJECT, asked, Answer)
+    assert (await ask(mesh, 2)).value == 2
 
 
 async def test_message_without_a_reply_subject_is_handled(mesh: Mesh) -> None:

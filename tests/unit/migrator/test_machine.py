@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from services.migrator.domain.events import Ask
 from services.migrator.domain.work import Options
+from shared.contracts.base import Message
 from shared.contracts.migration import LEASE_S, MoveRequest, PrepareResume, ReadTokens
+from shared.errors import PayloadTooLarge
 from tests.unit.migrator.world import PROMPT, Engine, Letter, World
 
 
@@ -57,6 +60,26 @@ def test_request_that_cannot_move_is_reported_and_stays() -> None:
     assert record.state == "failed"
     assert record.error is not None
     assert "1 of 2 requests were not moved: an embedding" in record.error.message
+
+
+@pytest.mark.parametrize("kind", [ReadTokens, PrepareResume])
+def test_request_whose_tokens_do_not_fit_in_a_message_stays(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """Neither its source nor its destination is gone: other requests move."""
+    world = World()
+    long, short = world.request(), world.request()
+    answer = World._do
+
+    def do(self: World, ask: Ask) -> Message:
+        if isinstance(ask.message, kind) and ask.key.endswith(f":{long.attempt_id}"):
+            raise PayloadTooLarge("It would have 2000000 bytes, and NATS takes 1000000")
+        return answer(self, ask)
+
+    monkeypatch.setattr(World, "_do", do)
+    record = world.migrate()
+    assert (long.at, short.at) == ("a", "b")
+    assert {m.outcome for m in record.requests} == {"fixed", "moved"}
+    assert record.error is not None
+    assert "1 of 2 requests were not moved: It would have 2000000 bytes" in record.error.message
 
 
 def test_migration_that_would_not_converge_is_given_up_without_effect() -> None:

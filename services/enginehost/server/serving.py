@@ -169,13 +169,19 @@ class Serving(RequestServer[_Stream]):
         except TimeoutError:
             self._fail(stream, DeadlineExceeded("The response was not complete within the request's deadline"))
         except HttpError as e:
-            kind = EngineKilled if await self.was_killed() else EngineFailed
-            self._fail(stream, kind(f"The engine did not complete its response: {e}"), engine_lost=True)
+            await self._fail_lost(stream, f"The engine did not complete its response: {e}")
         except ThawError as e:
-            self._fail(stream, e)
+            if isinstance(e.__cause__, HttpError):  # it broke down before it got the request
+                await self._fail_lost(stream, e.message)
+            else:
+                self._fail(stream, e)
         except Exception as e:  # a process boundary: the request must get a response
             log.exception("a request failed", extra={"request_id": stream.request_id})
             self._fail(stream, EngineFailed(f"{type(e).__name__}: {str(e)[:300]}"))
+
+    async def _fail_lost(self, stream: _Stream, message: str) -> None:
+        kind = EngineKilled if await self.was_killed() else EngineFailed
+        self._fail(stream, kind(message), engine_lost=True)
 
     @asynccontextmanager
     async def loaded(self, adapter: ModelCard | None) -> AsyncIterator[None]:

@@ -19,6 +19,11 @@ _TOKENIZE = ctypes.CFUNCTYPE(c_size_t, c_void_p, POINTER(c_uint8), c_size_t, POI
 _SPECIAL = b"\xff"
 """Begins the bytes of a special token, which no text has."""
 _ERROR_BYTES = 1024
+_ENCODED_BYTES = 2048
+"""Bytes of a text that a grammar forces which are encoded at once; more if there are long tokens.
+
+The library encodes all of it for each mask, and uses the first token.
+"""
 _RESERVE = 512
 """Bytes behind a structure that the library fills, for fields that a newer one has."""
 VERSION = "1.9"
@@ -131,6 +136,7 @@ class Vocabulary:
         for token in special:
             marked[token] = _SPECIAL + marked[token].removeprefix(_SPECIAL)
         self._encode = encode
+        self._encoded_bytes = max(_ENCODED_BYTES, 4 * max(map(len, tokens), default=0))
         self._callback = _TOKENIZE(self._tokenize)
         lens = array("I", map(len, marked))
         extra = (c_uint32 * len(eos))(*eos[1:])
@@ -158,7 +164,10 @@ class Vocabulary:
             self._library.llg_free_tokenizer(self.handle)
 
     def _tokenize(self, _: Any, text: Any, size: int, out: Any, room: int) -> int:
-        found = self._encode(ctypes.string_at(text, size)) if size else ()
+        end = min(size, self._encoded_bytes)
+        while end < size and text[end] & 0xC0 == 0x80:  # not within a character
+            end -= 1
+        found = self._encode(ctypes.string_at(text, end)) if end else ()
         for i, token in enumerate(found[:room]):
             out[i] = token
         return len(found)

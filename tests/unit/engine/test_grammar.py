@@ -22,7 +22,7 @@ from services.engine.domain.sampling_params import SamplingParams
 from services.engine.generation.philox import Draw
 from services.engine.generation.sampling import History, sample
 from services.engine.grammar import compiler as grammar_compiler
-from services.engine.grammar.compiler import Grammar, GrammarCompiler
+from services.engine.grammar.compiler import _LIMITS, Grammar, GrammarCompiler, _grammar_text
 from services.engine.grammar.library import Matcher, Vocabulary
 from services.engine.grammar.matcher import TokenMatcher
 from services.engine.tokenization import Tokenization
@@ -271,3 +271,28 @@ def test_other_threads_run_while_a_vocabulary_is_built() -> None:
 def test_text_that_a_grammar_forces_may_have_any_bytes(compiler: GrammarCompiler, tokens: Tokenization) -> None:
     grammar = compiled(compiler, guided_choice=["\u0000 é漢🎉 \ud7ff"])
     assert tokens.decode(generate(grammar, 1)[:-1]) == "\u0000 é漢🎉 \ud7ff"
+
+
+def test_each_mask_of_a_long_forced_text_encodes_only_its_beginning() -> None:
+    """The library encodes all of it for each mask, while the other requests of the step wait."""
+    words = [bytes([byte]) for byte in range(256)] + [b"", "\u00e9\u00e9".encode()]
+    encoded: list[int] = []
+
+    def encode(text: bytes) -> list[int]:
+        encoded.append(len(text))
+        text.decode()  # no part of a character
+        return list(text)
+
+    vocabulary = Vocabulary(words, (), (256,), encode)
+    forced = "\u00e9" * 50_000
+    matcher = Matcher.compile(vocabulary, _grammar_text(OutputFormat("json_schema", json.dumps({"const": forced}), "p")), _LIMITS)
+    made = b""
+    for _ in range(30):
+        mask = matcher.compute_mask()
+        assert mask is not None
+        token = next(i for i in range(len(words)) if mask[i >> 3] >> (i & 7) & 1)
+        assert matcher.consume_token(token)
+        made += words[token]
+    assert json.dumps(forced, ensure_ascii=False).encode().startswith(made)
+    assert len(made) >= 30
+    assert 0 < max(encoded) <= 2048

@@ -77,14 +77,16 @@ class BoundedReads:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         thread = self._thread
+        started: asyncio.Future[None] = loop.create_future()
+        expired: asyncio.Future[None] = loop.create_future()
         timer: asyncio.TimerHandle | None = None
 
         def begin() -> None:
             nonlocal timer
             if timer is None:
-                timer = loop.call_later(self._within_s, self._abandon, thread, turn.expired)
-            if not turn.started.done():
-                turn.started.set_result(None)
+                timer = loop.call_later(self._within_s, self._abandon, thread, expired)
+            if not started.done():
+                started.set_result(None)
 
         def work() -> R:
             prepare()
@@ -100,9 +102,9 @@ class BoundedReads:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(end)
 
-        turn = _Turn(thread.submit(work), loop.create_future(), loop.create_future())
-        turn.job.add_done_callback(on_done)
-        return turn
+        job = thread.submit(work)
+        job.add_done_callback(on_done)
+        return _Turn(job, started, expired)
 
     def _abandon(self, thread: ThreadPoolExecutor, expired: asyncio.Future[None]) -> None:
         """Leave a thread whose job takes too long to itself."""

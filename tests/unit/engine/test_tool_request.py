@@ -458,10 +458,9 @@ def test_ids_of_calls_are_short_for_mistral() -> None:
     assert shorten_call_ids({"role": "tool", "tool_call_id": "call_0123"})["tool_call_id"] == first["id"]
 
 
-def read(tokens: Tokenization, form: ToolFormat | None = None, **body: Any) -> GenerationRequest:
-    reader = RequestReader(
-        tokens, Capacity(2048, 4096, tokens.size), frozenset(EOS), {}, generates=True, revision="rev", tool_parser=form
-    )
+def read(tokens: Tokenization, form: ToolFormat | None = None, context: int = 2048, **body: Any) -> GenerationRequest:
+    capacity = Capacity(context, 2 * context, tokens.size)
+    reader = RequestReader(tokens, capacity, frozenset(EOS), {}, generates=True, revision="rev", tool_parser=form)
     asked = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], **body}
     found = reader.read(InferRequest(request_id="r", instance_id="i", model="m", endpoint="chat", body=asked))
     assert isinstance(found, GenerationRequest)
@@ -487,7 +486,7 @@ def test_schemas_of_all_tools_together_are_bounded_before_they_are_compiled(
     monkeypatch.setattr(GrammarCompiler, "compile", fail)
     tools = [function(f"f{i}", {"type": "object", "description": "x" * 50_000}) for i in range(3)]
     with pytest.raises(InvalidRequest, match="the limit is") as refused:
-        read(tokens, tools=tools, tool_choice="required")
+        read(tokens, context=1_000_000, tools=tools, tool_choice="required")
     assert refused.value.param == "tools"
 
 

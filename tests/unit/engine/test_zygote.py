@@ -46,5 +46,6 @@ def test_a_process_ends_although_its_output_cannot_be_written(end: str) -> None:
     """Its log's disk may be full. Then it must not return into the zygote or the first stage."""
     with Path("/dev/full").open("wb") as full:
         program = f"import os\ntry:\n    {end}\nfinally:\n    os._exit(8)"
-        ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.DEVNULL, check=False, timeout=120)
+        buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+        ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, env=buffered, check=False, timeout=120)
     assert ended.returncode == 7

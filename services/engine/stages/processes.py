@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from services.engine.process import end_process
 from shared.contracts.engine import EngineStart
 from shared.contracts.stages import split_layers, stage_holder, stage_instance
 
@@ -71,4 +71,8 @@ def _become_stage(start: EngineStart, run: Callable[[EngineStart], int], parent:
     except BaseException:  # a process boundary: nothing may return into the first stage
         traceback.print_exc()
     finally:
-        end_process(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also if the log's disk is full
+            os._exit(status)

@@ -147,7 +147,7 @@ def collect_traces(url: str, admin_key: str, export: Path) -> tuple[list[Request
     """The exported requests, and the starts that they waited for."""
     traces = [RequestTrace.model_validate_json(line) for line in export.read_text().splitlines()]
     loads = []
-    with httpx.Client(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {admin_key}"}) as admin:
+    with httpx.Client(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {admin_key}"}, timeout=120) as admin:
         for plan in dict.fromkeys(t.load_plan_id for t in traces if t.load_plan_id):
             answer = admin.get(f"/traces/loads/{plan}")
             if answer.status_code == 200:

@@ -56,7 +56,7 @@ class Counter:
         census |= await asyncio.to_thread(self._count_here)
         for part in (self._database, self._streams):
             try:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     census |= await part()
             except (OSError, asyncpg.PostgresError, nats.errors.Error, TimeoutError) as e:
                 census[f"census|failed {type(e).__name__}"] = 1.0

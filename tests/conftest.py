@@ -35,10 +35,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("thaw")
 _databases = itertools.count(1)
 _WHOLE_MESHES = ("tests/e2e/", "tests/chaos/", "tests/integration/launcher/")
-_MESH_TIMEOUT_S = 600
+_MESH_TIMEOUT_S = 900
 """Timeout in seconds of a test with its fixtures, which start a mesh.
 
-Waits within it have timeouts of up to 180 s each.
+Waits within it have timeouts of up to 300 s each.
 """
 
 

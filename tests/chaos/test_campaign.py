@@ -27,7 +27,7 @@ engine that is stopped, and a nodeagent. `make test-long` sets 40.
 """
 
 
-@pytest.mark.timeout(300 + 30 * KILLS)
+@pytest.mark.timeout(900 + 30 * KILLS)
 def test_campaign_of_seeded_faults_has_no_failures() -> None:
     findings = campaign(plan(KILLS, SEED), SEED, CLIENTS, say, bed=Bed(LONG, **slowed_by(STEP_S)))
     assert findings.failures() == []

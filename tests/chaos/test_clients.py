@@ -17,6 +17,7 @@ import pytest
 from tests.support.launcher import until
 from tests.support.mesh import LOADER, Victim, held
 from tests.support.outcomes import Asked, ask
+from tests.support.paced_zygote import Pace
 from tests.support.raw import RawClient
 
 
@@ -42,21 +43,22 @@ def in_gateway(mesh: Victim, model: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_client_disconnect_during_generation_stops_the_engine(mesh: Victim, client: openai.OpenAI, stream: bool) -> None:
+def test_client_disconnect_during_generation_stops_the_engine(
+    mesh: Victim, client: openai.OpenAI, pace: Pace, stream: bool
+) -> None:
     ask(client)
     until(lambda: idle(mesh, "one"), what="the engine is idle")
     before = load_of(mesh, "one")[2]
     with held(mesh.engine("one")):
         pass
-    # Sixteen responses of 900 tokens take seconds, so they are still running when the client
-    # disconnects.
-    leaver = RawClient(mesh.port, "one", stream=stream, n=16)
-    if stream:
-        assert leaver.read()
-    else:
-        until(lambda: load_of(mesh, "one")[0] > 0, what="it is generating")
-    leaver.leave()
-    until(lambda: idle(mesh, "one"), what="the engine has stopped")
+    with pace.slowed():  # the responses are still running when the client disconnects
+        leaver = RawClient(mesh.port, "one", stream=stream, n=16)
+        if stream:
+            assert leaver.read()
+        else:
+            until(lambda: load_of(mesh, "one")[0] > 0, what="it is generating")
+        leaver.leave()
+        until(lambda: idle(mesh, "one"), what="the engine has stopped")
     assert load_of(mesh, "one")[2] - before < 16 * 900
 
 

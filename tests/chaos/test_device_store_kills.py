@@ -60,7 +60,10 @@ class Stores(StoppingMesh):
         path.write_text(json.dumps({"defaults": {"keep_alive": -1}, "models": [model]}))
         self.json("models", "add", "--config", str(path))
         # A gateway learns of a new model a moment later.
-        until(lambda: httpx.get(f"{self.url}/v1/models/{name}", verify=False).is_success, what=f"the gateway knows {name}")
+        until(
+            lambda: httpx.get(f"{self.url}/v1/models/{name}", timeout=120, verify=False).is_success,
+            what=f"the gateway knows {name}",
+        )
         return name
 
     def prepare(self, load: Load) -> tuple[str, str]:

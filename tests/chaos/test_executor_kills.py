@@ -152,7 +152,7 @@ def faults_in_the_books(mesh: Victim) -> list[str]:
     return faults
 
 
-@pytest.mark.timeout(300 + 20 * KILLS)
+@pytest.mark.timeout(900 + 20 * KILLS)
 def test_no_response_is_lost_when_processes_are_killed_in_any_phase(shared: Victim) -> None:
     expected = {model: Asked(shared.url, model, tokens=TOKENS).outcome().text for model in MODELS}
     assert len(set(expected.values())) == len(MODELS)

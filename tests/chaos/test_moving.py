@@ -18,11 +18,13 @@ from tests.support.launcher import until
 from tests.support.mesh import kill
 from tests.support.moving import Roomy, Stream, body
 from tests.support.moving_steps import Staged, Step
-from tests.support.paced_zygote import slowed_by
+from tests.support.paced_zygote import Pace
 from tests.support.sizes import size
 
-TOKENS, STEP_S = size((75, 0.05), (150, 0.025))
-"""Tokens of a stream that is still running when every process is stopped at the wanted step."""
+TOKENS, STEP_S = size(75, 150), 0.3
+"""Of a stream that is still running when every process is stopped at the wanted step: engines are
+slow until then.
+"""
 BODIES: list[dict[str, Any]] = [
     body("one", max_tokens=TOKENS, ignore_eos=True),
     body("one", seed=3, max_tokens=TOKENS, ignore_eos=True),
@@ -32,8 +34,8 @@ NODES = ("node-0", "node-1")
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Roomy]:
-    thaw = Roomy(**slowed_by(STEP_S))
+def mesh(pace: Pace) -> Iterator[Roomy]:
+    thaw = Roomy(**pace.environment)
     try:
         thaw.begin(2, room=1.5, positions=4096, max_model_len=2560, max_concurrency=8)
         thaw.json("wake", "one")
@@ -49,12 +51,13 @@ def undisturbed(mesh: Roomy) -> list[Stream]:
 
 
 @pytest.fixture
-def streams(mesh: Roomy, undisturbed: list[Stream]) -> Iterator[list[Stream]]:
+def streams(mesh: Roomy, pace: Pace, undisturbed: list[Stream]) -> Iterator[list[Stream]]:
     """Keep streams running; at the end each equals its undisturbed run."""
     until(lambda: all(mesh.on("one", n) for n in NODES), what="an instance on each node")
-    streams = [Stream(mesh.url, each).start() for each in BODIES]
-    assert all(s.opened.wait(120) for s in streams)
-    yield streams
+    with pace.slowed(STEP_S):
+        streams = [Stream(mesh.url, each).start() for each in BODIES]
+        assert all(s.opened.wait(120) for s in streams)
+        yield streams
     for stream, expected in zip(streams, undisturbed, strict=True):
         stream.result().assert_same(expected)
     mesh.assert_settled()

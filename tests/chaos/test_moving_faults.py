@@ -5,6 +5,7 @@ All processes are real. After each test no request, KV cache entry, lease or mem
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -18,25 +19,25 @@ from tests.support.launcher import ROOT, until
 from tests.support.mesh import held, kill
 from tests.support.moving import Roomy, Stream, body
 from tests.support.moving_steps import Order, Staged, stopped
-from tests.support.paced_zygote import slowed_by
+from tests.support.paced_zygote import Pace
 from tests.support.sizes import size
 
 NODES = ("node-0", "node-1", "node-2")
-TOKENS, STEP_S = size((100, 0.05), (200, 0.025))
-"""Tokens of a stream, and seconds of each. The stream still runs when all processes are stopped at
-the wanted step.
+TOKENS, STEP_S = size(100, 200), 0.3
+"""Of a stream that still runs when all processes are stopped at the wanted step: engines are slow
+until then.
 """
 LONG = body("one", seed=3, max_tokens=TOKENS, ignore_eos=True)
 GREEDY = body("one", max_tokens=TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Roomy]:
+def mesh(pace: Pace) -> Iterator[Roomy]:
     """Start three nodes, each with an instance of `one`, and register `two`.
 
     `two` is the same model with other weights.
     """
-    thaw = Roomy(**slowed_by(STEP_S))
+    thaw = Roomy(**pace.environment)
     try:
         thaw.begin(
             3, names=("one", "two"), room=2.5, positions=4096, max_model_len=2560, max_concurrency=8, placement={"spread": True}
@@ -60,6 +61,14 @@ def nothing_is_left(mesh: Roomy) -> Iterator[None]:
     mesh.assert_settled()
 
 
+@pytest.fixture
+def slow(mesh: Roomy, pace: Pace, undisturbed: Stream) -> Iterator[contextlib.ExitStack]:
+    """Slow the engines down until the test closes this, or ends."""
+    with contextlib.ExitStack() as found:
+        found.enter_context(pace.slowed(STEP_S))
+        yield found
+
+
 def start_stream(mesh: Roomy, **headers: str) -> tuple[Stream, str, str]:
     """Start a stream; return it with the instance and the node that serve it."""
     stream = Stream(mesh.url, LONG, headers=headers).start()
@@ -78,14 +87,16 @@ def engine_pid_on(mesh: Roomy, node: str) -> int:
     return mesh.pid_of(instance)
 
 
-def test_the_request_finishes_during_a_round(mesh: Roomy, undisturbed: Stream) -> None:
+def test_the_request_finishes_during_a_round(mesh: Roomy, undisturbed: Stream, slow: contextlib.ExitStack) -> None:
     stream, source, node = start_stream(mesh)
     to = other_node(node)
     with Staged(mesh).at("round", source, to, engine_pid_on(mesh, to)) as order:
+        slow.close()
         stream.result().assert_same(undisturbed)
     assert [r["outcome"] for r in order.record()["requests"]] == ["finished"]
 
 
+@pytest.mark.usefixtures("slow")
 def test_client_disconnect_during_a_round_ends_the_migration(mesh: Roomy, undisturbed: Stream) -> None:
     stream, source, node = start_stream(mesh)
     to = other_node(node)
@@ -103,7 +114,7 @@ def count_active(mesh: Roomy, instance_id: str) -> int:
 
 
 @pytest.mark.parametrize("step", ["round", "asked"])
-def test_nats_drops_for_two_seconds(mesh: Roomy, undisturbed: Stream, step: Any) -> None:
+def test_nats_drops_for_two_seconds(mesh: Roomy, undisturbed: Stream, slow: contextlib.ExitStack, step: Any) -> None:
     """NATS is unreachable for two seconds.
 
     The test stops its supervisor meanwhile, which would restart it at once.
@@ -114,6 +125,7 @@ def test_nats_drops_for_two_seconds(mesh: Roomy, undisturbed: Stream, step: Any)
         old = mesh.pid("nats")
         kill(old)
         time.sleep(2.0)  # the condition under test
+    slow.close()
     stream.result().assert_same(undisturbed)
     mesh.await_replaced("nats", old)
     order.join(60)
@@ -130,20 +142,25 @@ def second_migrator(mesh: Roomy) -> Iterator[int]:
     process.wait(120)
 
 
-def test_two_migrations_of_one_request_leave_one_response(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
+def test_two_migrations_of_one_request_leave_one_response(
+    mesh: Roomy, undisturbed: Stream, slow: contextlib.ExitStack, second_migrator: int
+) -> None:
     stream, _, node = start_stream(mesh)
     first, second = other_node(node), other_node(node, other_node(node))
     staged = Staged(mesh)
     with stopped(mesh.pid("migrator")), stopped(second_migrator):
         orders = [Order(mesh, request_id=stream.request_id, node=to) for to in (first, second)]
         until(lambda: len(staged.new()) == 2, what="both are ordered")
-    stream.result().assert_same(undisturbed)
     records = [o.record() for o in orders]
+    slow.close()
+    stream.result().assert_same(undisturbed)
     assert "done" in {r["state"] for r in records}, records
     assert all(m["outcome"] in ("moved", "elsewhere", "finished", "failed") for r in records for m in r["requests"])
 
 
-def test_opposite_concurrent_migrations_complete(mesh: Roomy, undisturbed: Stream, second_migrator: int) -> None:
+def test_opposite_concurrent_migrations_complete(
+    mesh: Roomy, undisturbed: Stream, slow: contextlib.ExitStack, second_migrator: int
+) -> None:
     """The scheduler refuses the second of two opposite migration orders.
 
     If both orders are written anyway, both requests reach their destinations.
@@ -181,12 +198,14 @@ def test_opposite_concurrent_migrations_complete(mesh: Roomy, undisturbed: Strea
                 }
             )
         )
+    assert first.record()["state"] == "done"
+    until(lambda: all(r.over for r in staged.new()), what="the other one has ended too")
+    slow.close()
     stream.result().assert_same(undisturbed)
     crossing.result().assert_same(Stream(mesh.url, GREEDY).start().result())
-    assert first.record()["state"] == "done"
 
 
-def test_destination_of_another_revision_refuses_the_request(mesh: Roomy, undisturbed: Stream) -> None:
+def test_destination_of_another_revision_refuses_the_request(mesh: Roomy, undisturbed: Stream, slow: contextlib.ExitStack) -> None:
     """A destination of another revision refuses; the request stays at its source.
 
     The scheduler never orders such a migration.
@@ -215,22 +234,24 @@ def test_destination_of_another_revision_refuses_the_request(mesh: Roomy, undist
     assert [m.outcome for m in record.requests] == ["failed"]
     assert "revision" in record.requests[0].reason
     assert mesh.serving("one")[0] == source
+    slow.close()
     stream.result().assert_same(undisturbed)
     mesh.json("sleep", "two")
 
 
-def test_instance_of_a_changed_model_is_not_migrated(mesh: Roomy, undisturbed: Stream) -> None:
+def test_instance_of_a_changed_model_is_not_migrated(mesh: Roomy, undisturbed: Stream, slow: contextlib.ExitStack) -> None:
     """Instances of an older generation finish their requests without migration."""
     stream, source, node = start_stream(mesh)
     mesh.change("one", max_concurrency=4)
     error = mesh.error("migrate", source, "--to", other_node(node))
     assert error["code"] == "conflict"
     assert "was changed" in error["message"]
+    slow.close()
     stream.result().assert_same(undisturbed)
 
 
 @pytest.mark.parametrize("step", ["round", "handing_over"])
-def test_the_gateway_dies_and_the_client_retries(mesh: Roomy, undisturbed: Stream, step: Any) -> None:
+def test_the_gateway_dies_and_the_client_retries(mesh: Roomy, undisturbed: Stream, slow: contextlib.ExitStack, step: Any) -> None:
     """A client retries with its Idempotency-Key and gets the one response.
 
     The response continued while the gateway was down.
@@ -239,6 +260,7 @@ def test_the_gateway_dies_and_the_client_retries(mesh: Roomy, undisturbed: Strea
     to = other_node(node)
     with Staged(mesh).at(step, source, to, engine_pid_on(mesh, to)):
         old = mesh.kill("gateway")
+    slow.close()
     stream.thread.join(120)
     assert stream.error
     mesh.await_replaced("gateway", old)

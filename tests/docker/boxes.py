@@ -36,7 +36,7 @@ class Boxes:
     socket: Path
     environment: dict[str, str] = field(default_factory=dict)
 
-    def __call__(self, *arguments: str, within: float = 60) -> str:
+    def __call__(self, *arguments: str, within: float = 180) -> str:
         """Return the output of `docker ARGUMENTS` or `podman ARGUMENTS`."""
         return run(self.command, *arguments, within=within, env={**os.environ, **self.environment})
 
@@ -75,11 +75,11 @@ def podman_boxes(directory: Path) -> Iterator[Boxes]:
                 boxes("system", "reset", "-f")
         finally:
             service.terminate()
-            service.wait(20)
+            service.wait(120)
 
 
 def _answers(path: Path, service: subprocess.Popen[bytes]) -> bool:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and service.poll() is None:
         with socket.socket(socket.AF_UNIX) as s, contextlib.suppress(OSError):
             s.connect(str(path))

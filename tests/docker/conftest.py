@@ -22,7 +22,7 @@ from tests.support.otlp import OtlpReceiver
 from thaw.demo.models import make_demo_model
 
 _SETUP_TIMEOUT_S = 800.0
-"""Less than the time limit of the first module's tests (900 s). The set-up takes two minutes."""
+"""Less than the time limit of the first module's tests (2,400 s). The set-up takes two minutes."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def engine() -> None:
     if shutil.which("docker") is None:
         pytest.skip("needs a Docker Engine; there is no docker command")
     try:
-        docker("info", within=20)
+        docker("info", within=120)
     except subprocess.SubprocessError as e:
         pytest.skip(f"needs a Docker Engine; none answers: {str(e).splitlines()[-1]}")
 

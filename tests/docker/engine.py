@@ -45,7 +45,7 @@ class CommandFailed(subprocess.SubprocessError):
     """A command failed; the message is its output."""
 
 
-def docker(*arguments: str, within: float = 60, text: str | None = None, also_stderr: bool = False) -> str:
+def docker(*arguments: str, within: float = 180, text: str | None = None, also_stderr: bool = False) -> str:
     """Return the output of `docker ARGUMENTS`.
 
     Raises:
@@ -55,7 +55,7 @@ def docker(*arguments: str, within: float = 60, text: str | None = None, also_st
 
 
 def run(
-    *command: str, within: float = 60, text: str | None = None, env: dict[str, str] | None = None, also_stderr: bool = False
+    *command: str, within: float = 180, text: str | None = None, env: dict[str, str] | None = None, also_stderr: bool = False
 ) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=within, input=text, env=env, check=False)
     if done.returncode:
@@ -185,20 +185,20 @@ class Project:
             if (image := base_image(variable)) is not None:
                 self._env[variable] = image
 
-    def compose(self, *arguments: str, within: float = 120) -> str:
+    def compose(self, *arguments: str, within: float = 300) -> str:
         names = [ROOT / "compose" / n for n in ("compose.yaml", *self._more)]
         files = [x for path in (*names, self._override) for x in ("-f", str(path))]
         return run(*self._command, *files, "-p", self.name, *arguments, within=within, env=self._env)
 
     def up(self) -> None:
         try:
-            self.compose("up", "-d", "--no-build", *_SERVED, within=180)
+            self.compose("up", "-d", "--no-build", *_SERVED, within=600)
             self.wait_healthy("nats", "postgres", "node", *OURS)
         except (subprocess.SubprocessError, TimeoutError) as e:
             raise RuntimeError(f"{e}\n{self.logs()}") from e
 
     def down(self) -> None:
-        self.compose("down", "-v", "--remove-orphans", "-t", "20", within=180)
+        self.compose("down", "-v", "--remove-orphans", "-t", "20", within=300)
 
     def container(self, service: str) -> str:
         """Return the id of a service's container."""
@@ -208,7 +208,7 @@ class Project:
         found: list[dict[str, Any]] = json.loads(docker("inspect", self.container(service)))
         return found[0]
 
-    def execute(self, service: str, *command: str, user: str = "", text: str | None = None, within: float = 120) -> str:
+    def execute(self, service: str, *command: str, user: str = "", text: str | None = None, within: float = 300) -> str:
         """Return the output of a command in a service's container."""
         options = ["-i"] + (["-u", user] if user else [])
         return docker("exec", *options, self.container(service), *command, within=within, text=text)

@@ -75,4 +75,4 @@ class Guarded:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(60)

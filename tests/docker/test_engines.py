@@ -31,7 +31,7 @@ from tests.support.hosted import MIB, Hosts, hosted_card
 from tests.support.intruder import tried_by_another_user
 from tests.support.servers import NatsServer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 IMAGE = "thaw-test-engine"
 SERVER = Path(__file__).with_name("tiny_openai.py")
 
@@ -55,7 +55,7 @@ def boxes(request: pytest.FixtureRequest, engine: None, tmp_path_factory: pytest
     with podman_boxes(tmp_path_factory.mktemp("podman")) as found:
         archive = context / "image.tar"
         docker_boxes()("save", "-o", str(archive), IMAGE)
-        found("load", "-i", str(archive), within=120)
+        found("load", "-i", str(archive), within=300)
         found("tag", f"localhost/{IMAGE}", f"docker.io/library/{IMAGE}")
         archive.unlink()
         yield found
@@ -174,7 +174,7 @@ async def test_container_with_a_socket_has_no_network_and_a_private_socket(
     assert tried_by_another_user(str(path), "/health").startswith("HTTP/1.1 200"), "or the above proves nothing"
     os.kill(report.pid, signal.SIGTERM)
     await hosts.reported(start.instance_id, lambda r: r.state == "stopped")
-    hosts.processes[-1].wait(20)
+    hosts.processes[-1].wait(60)
     assert not path.parent.parent.exists()
 
 
@@ -249,10 +249,10 @@ async def test_nodeagent_removes_the_container_of_a_killed_host(
 ) -> None:
     async with running_node(nats_server.url, tmp_path) as node:
         await start_command(node, "boxed", card(image))
-        status = await node.reaches("boxed", InstanceState.READY, InstanceState.FAILED, within=60)
+        status = await node.reaches("boxed", InstanceState.READY, InstanceState.FAILED, within=120)
         assert status.error is None
         assert len(boxes.containers("boxed")) == 1
         os.kill(status.pids[0], signal.SIGKILL)
         await node.reaches("boxed", InstanceState.FAILED)
-        await node.until(lambda s: s.devices[0].reserved_bytes == 0, within=40)
+        await node.until(lambda s: s.devices[0].reserved_bytes == 0, within=120)
         assert await asyncio.to_thread(boxes.containers, "boxed") == []

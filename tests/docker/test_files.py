@@ -175,7 +175,7 @@ def test_compose_creates_the_secrets_that_its_services_mount(document: dict[str,
     services = document["services"]
     command = [re.sub(r"\$\{\w+:-(.*?)}", r"\1", word) for word in services["secrets"]["command"][3:]]
     assert command[0] == "/run/make-secrets"
-    subprocess.run([sys.executable, "-m", "thaw.secrets", str(tmp_path), *command[1:]], check=True, timeout=30)
+    subprocess.run([sys.executable, "-m", "thaw.secrets", str(tmp_path), *command[1:]], check=True, timeout=120)
     made = dict(mount.split(":")[:2] for mount in services["secrets"]["volumes"])
     assert set(made.values()) == {f"/run/make-secrets/{p.name}" for p in tmp_path.iterdir()}
     dockerfile = (COMPOSE / "Dockerfile").read_text()
@@ -301,7 +301,7 @@ async def test_node_may_send_one_delayed_reply(guarded: Guarded) -> None:
 
         await node.subscribe(subjects.node_command("node-0"), cb=answer)
         await flush(node)
-        assert (await scheduler.request(subjects.node_command("node-0"), b"", timeout=5)).data == b"1"
+        assert (await scheduler.request(subjects.node_command("node-0"), b"", timeout=60)).data == b"1"
         assert "permissions violation for publish" in await asyncio.wait_for(refused.get(), 60)
 
 
@@ -312,7 +312,7 @@ async def test_gateway_and_scheduler_share_catalogue_keys_and_traces(guarded: Gu
         theirs, ours = await catalog_bucket(gateway.jetstream()), await catalog_bucket(scheduler.jetstream())
         watcher: Any = await theirs.watchall()
         await ours.put("a", b"card")
-        while (entry := await watcher.updates(timeout=5)) is None:
+        while (entry := await watcher.updates(timeout=60)) is None:
             continue
         assert entry.value == b"card"
         assert await ours.keys() == ["a"]

@@ -347,7 +347,7 @@ def servers(made: tuple[Path, dict[str, Resource]], tmp_path: Path) -> Iterator[
 
 def _is_healthy(url: str) -> bool:
     try:
-        return bool(httpx.get(url, timeout=5).json() == {"status": "ok"})
+        return bool(httpx.get(url, timeout=60).json() == {"status": "ok"})
     except httpx.TransportError:
         return False
 
@@ -360,7 +360,11 @@ def test_three_servers_form_a_cluster_and_pass_their_probes(servers: list[int]) 
     for port in servers:
         for probe in probes:
             url = probe[-1].replace("127.0.0.1:8222", f"127.0.0.1:{port}")
-            until(functools.partial(_is_healthy, url), within=60)
-    state = httpx.get(f"http://127.0.0.1:{servers[0]}/jsz").json()
-    assert state["meta_cluster"]["cluster_size"] == 3
-    assert state["meta_cluster"]["leader"] in {"nats-0", "nats-1", "nats-2"}
+            until(functools.partial(_is_healthy, url), within=120)
+
+    def read_cluster() -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"http://127.0.0.1:{servers[0]}/jsz", timeout=60).json()["meta_cluster"]
+        return found
+
+    assert read_cluster()["cluster_size"] == 3
+    until(lambda: read_cluster().get("leader") in {"nats-0", "nats-1", "nats-2"}, what="a server leads")

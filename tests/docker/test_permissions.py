@@ -26,6 +26,7 @@ from shared.messaging.mesh import flush
 from shared.ports import free_port
 from tests.docker.guarded import NODES, Guarded
 from tests.support.launcher import ROOT, until
+from tests.support.paced_zygote import Pace
 from thaw.demo.models import make_demo_model
 from thaw.secrets import SERVICES, node_user
 
@@ -141,7 +142,7 @@ async def test_a_node_reads_bodies_that_a_gateway_holds(guarded: Guarded) -> Non
         await gateway.subscribe(subjects.body_parts("g"), cb=answer)
         await flush(gateway)
         for name in (b"one", b"another"):
-            assert (await node.request(subjects.body_parts("g"), name, timeout=10)).data == b"part of " + name
+            assert (await node.request(subjects.body_parts("g"), name, timeout=60)).data == b"part of " + name
 
 
 async def test_the_scheduler_answers_after_it_has_reported_its_progress(guarded: Guarded) -> None:
@@ -158,8 +159,8 @@ async def test_the_scheduler_answers_after_it_has_reported_its_progress(guarded:
         replies = await gateway.subscribe(inbox)
         await gateway.publish(subjects.ADMIN, b"wake", reply=inbox)
         for _ in range(300):
-            assert (await replies.next_msg(timeout=10)).data == b"working"
-        assert (await replies.next_msg(timeout=10)).data == b"done"
+            assert (await replies.next_msg(timeout=60)).data == b"working"
+        assert (await replies.next_msg(timeout=60)).data == b"done"
         assert refused.empty()
 
 
@@ -219,18 +220,24 @@ async def _enters(url: str) -> bool | None:
 class Site:
     """A mesh whose services have credentials of their own, with one log directory."""
 
-    def __init__(self, guarded: Guarded, home: Path, database_url: str) -> None:
+    def __init__(self, guarded: Guarded, home: Path, database_url: str, pace: Pace) -> None:
         self.home, self._urls = home, guarded.urls
         self.port = free_port()
         self.http = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}", headers={"authorization": "Bearer root"}, timeout=60, trust_env=False
+            base_url=f"http://127.0.0.1:{self.port}", headers={"authorization": "Bearer root"}, timeout=180, trust_env=False
         )
         self._processes: list[subprocess.Popen[bytes]] = []
         self._start("scheduler", "scheduler", THAW_DATABASE_URL=database_url)
-        self._start("migrator", "migrator")
+        self._start("migrator", "migrator", **pace.environment)
         self._start("gateway", "gateway", THAW_GATEWAY_PORT=str(self.port), THAW_ADMIN_KEY="root")
         for node in NODES:
-            on = {"THAW_NODE": node, "THAW_DEVICES": "cpu:0=1GiB", "THAW_ENGINE_THREADS": "1", "THAW_SUSPEND": "off"}
+            on = {
+                "THAW_NODE": node,
+                "THAW_DEVICES": "cpu:0=1GiB",
+                "THAW_ENGINE_THREADS": "1",
+                "THAW_SUSPEND": "off",
+                **pace.environment,
+            }
             self._start("loader", node_user(node), THAW_PEERS="false", **on)
             self._start("nodeagent", node_user(node), **on)
 
@@ -259,21 +266,28 @@ class Site:
         for process in reversed(self._processes):
             process.send_signal(signal.SIGTERM)
         for process in self._processes:
-            process.wait(40)
+            process.wait(120)
         return "\n".join(log.read_text(errors="replace") for log in sorted(self.home.rglob("*.log")))
 
 
 @pytest.fixture
-def site(guarded: Guarded, tmp_path_factory: pytest.TempPathFactory, database_url: str) -> Iterator[Site]:
-    site = Site(guarded, tmp_path_factory.mktemp("home"), database_url)
+def pace(tmp_path: Path) -> Pace:
+    """Return the pace of the site's engines."""
+    return Pace(tmp_path)
+
+
+@pytest.fixture
+def site(guarded: Guarded, tmp_path_factory: pytest.TempPathFactory, database_url: str, pace: Pace) -> Iterator[Site]:
+    site = Site(guarded, tmp_path_factory.mktemp("home"), database_url, pace)
     try:
-        until(site.ready, within=100, what="both nodes are there")
+        until(site.ready, within=300, what="both nodes are there")
         yield site
     finally:
         assert "permissions violation" not in site.close().lower()
 
 
-def test_no_operation_of_a_mesh_is_refused(site: Site) -> None:
+@pytest.mark.timeout(1200)
+def test_no_operation_of_a_mesh_is_refused(site: Site, pace: Pace) -> None:
     make_demo_model(site.home / "m", "test")
     spec = {"name": "m", "source": str(site.home / "m"), "keep_alive": -1}
     asked = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
@@ -281,7 +295,7 @@ def test_no_operation_of_a_mesh_is_refused(site: Site) -> None:
     site.ask("POST", "/v1/chat/completions", asked)
     for _ in range(2):
         site.ask("POST", "/v1/chat/completions", asked, **{"Idempotency-Key": "k"})
-    _move_a_stream(site, asked)
+    _move_a_stream(site, asked, pace)
     until(lambda: site.http.get("/admin/v1/traces/last").is_success, what="a trace is written")
     site.ask("POST", "/admin/v1/models/m/wake")
     site.ask("GET", "/admin/v1/explain?model=m")
@@ -306,16 +320,19 @@ def _run_a_batch(site: Site, asked: dict[str, Any]) -> None:
     site.ask("DELETE", f"/v1/files/{file_id}")
 
 
-def _move_a_stream(site: Site, asked: dict[str, Any]) -> None:
+def _move_a_stream(site: Site, asked: dict[str, Any], pace: Pace) -> None:
     """Migrate a stream to the other node while a client reads it."""
     ((here, instance),) = [
         (n["node"], i["instance_id"]) for n in site.ask("GET", "/admin/v1/cluster")["nodes"] for i in n["instances"]
     ]
     (elsewhere,) = set(NODES) - {here}
-    with site.http.stream("POST", "/v1/chat/completions", json=asked | {"stream": True, "max_tokens": 900}) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        order = {"instance_id": instance, "node": elsewhere, "wait": True}
-        moved = site.ask("POST", "/admin/v1/migrations", order)["migrations"]
-        assert [line for line in lines if line][-1] == "data: [DONE]"
+    with contextlib.ExitStack() as slow:
+        slow.enter_context(pace.slowed())
+        with site.http.stream("POST", "/v1/chat/completions", json=asked | {"stream": True, "max_tokens": 900}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            order = {"instance_id": instance, "node": elsewhere, "wait": True}
+            moved = site.ask("POST", "/admin/v1/migrations", order)["migrations"]
+            slow.close()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
     assert [m["state"] for m in moved] == ["done"]

@@ -133,7 +133,7 @@ async def test_adapters_are_released_when_their_engine_dies(
     nc = await nats.connect(mesh.endpoints["nats_url"])
     try:
         await nc.subscribe(subjects.ALL_LOADER_STATUS, cb=hear)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             assert await held.get()
             os.kill(there["pids"][0], signal.SIGKILL)
             while await held.get():

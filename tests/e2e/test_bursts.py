@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.paced_nodes import consolidations, instances, paced_nodes, paced_server, register_for_group
+from tests.e2e.paced_nodes import consolidations, instances, paced_nodes, paced_server, start_in_groups
 from tests.integration.loader.tiers_server import TierServer
 from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream, body
@@ -63,14 +63,13 @@ def describe_plan(mesh: Roomy) -> str:
 
 @pytest.fixture
 def asked(mesh: Roomy, server: TierServer) -> Iterator[list[tuple[dict[str, Any], Stream]]]:
-    """Register the model for groups of two; return requests, and their answers by one engine."""
+    """Return requests, and their answers by one engine; remove the model in the end."""
     questions: list[dict[str, Any]] = [
         {"prompt": f"Once upon a time {n}", "max_tokens": 75, "ignore_eos": True} for n in range(STREAMS)
     ]
     alone = [Stream(mesh.url, body("single", **one)).start() for one in questions]
     for stream in alone:
         stream.result()
-    register_for_group(mesh, server, "far", OPTIONS | {"replicas": {"min": 0, "max": 2}})
     try:
         yield list(zip(questions, alone, strict=True))
     finally:
@@ -79,13 +78,20 @@ def asked(mesh: Roomy, server: TierServer) -> Iterator[list[tuple[dict[str, Any]
         until(lambda: not instances(mesh), what="the model's memory is given back")
 
 
+def start_burst(mesh: Roomy, server: TierServer, asked: list[tuple[dict[str, Any], Stream]]) -> list[Stream]:
+    """Start streams of all requests, for which two groups of two start."""
+    options = OPTIONS | {"replicas": {"min": 0, "max": 2}}
+    return start_in_groups(
+        mesh, server, "far", options, lambda: [Stream(mesh.url, body("far", **one)).start() for one, _ in asked], stages=4
+    )
+
+
 def test_burst_is_answered_by_two_groups_and_then_by_two_instances(
-    mesh: Roomy, pace: Pace, asked: list[tuple[dict[str, Any], Stream]]
+    mesh: Roomy, server: TierServer, pace: Pace, asked: list[tuple[dict[str, Any], Stream]]
 ) -> None:
     before = set(mesh.records())
     with pace.slowed(STEP_S):
-        streams = [Stream(mesh.url, body("far", **one)).start() for one, _ in asked]
-        until(lambda: len(stages(mesh)) == 4, what="the stages of two groups start")
+        streams = start_burst(mesh, server, asked)
         assert len(firsts(mesh)) == 2
         assert not whole(mesh)
         assert sorted(i["node"] for i in stages(mesh)) == sorted(NODES), "each stage has a link of its own"
@@ -100,10 +106,10 @@ def test_burst_is_answered_by_two_groups_and_then_by_two_instances(
 
 
 def test_group_that_dies_while_both_start_leaves_the_other_one_to_answer(
-    mesh: Roomy, pace: Pace, asked: list[tuple[dict[str, Any], Stream]]
+    mesh: Roomy, server: TierServer, pace: Pace, asked: list[tuple[dict[str, Any], Stream]]
 ) -> None:
     with pace.slowed(STEP_S):  # a group that starts earlier than the other one does not answer all
-        streams = [Stream(mesh.url, body("far", **one)).start() for one, _ in asked]
+        streams = start_burst(mesh, server, asked)
         until(lambda: len([i for i in stages(mesh) if i["pids"]]) == 4, what=lambda: f"two groups start: {describe_plan(mesh)}")
         victim = next(i for i in stages(mesh) if i["pids"] and i["group"]["index"] == 1)
         os.kill(victim["pids"][0], signal.SIGKILL)

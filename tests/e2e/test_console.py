@@ -17,6 +17,7 @@ from shared.contracts.traces import RequestTrace
 from tests.e2e.conftest import JAEGER_URL
 from tests.support.browser import log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw, until
+from tests.support.mesh import held, kill
 from thaw.cli.waterfall import rows
 
 SHARED = True
@@ -239,7 +240,8 @@ def test_keys_are_added_shown_once_and_revoked(page: Page, mesh: Thaw, admin: ht
     page.get_by_label("Scope").select_option("read-only")
     page.get_by_role("button", name="Add the key").click()
     key = page.get_by_role("status").locator("code").inner_text()
-    assert httpx.get(f"{mesh.url}/admin/v1/cluster", headers={"authorization": f"Bearer {key}"}).status_code == 200
+    authorization = {"authorization": f"Bearer {key}"}
+    assert httpx.get(f"{mesh.url}/admin/v1/cluster", headers=authorization, timeout=120).status_code == 200
     row = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name="viewer"))
     expect(row).to_contain_text("read-only")
     assert serious_findings(page) == []
@@ -270,8 +272,10 @@ def test_usage_is_that_of_the_ledger(page: Page, client: openai.OpenAI, admin: h
 
 def test_page_reconnects_after_its_gateway_was_killed(page: Page, mesh: Thaw, client: openai.OpenAI) -> None:
     expect(page.get_by_role("region", name="Node node-0")).to_be_visible()
-    old = mesh.kill("gateway")
-    expect(page.get_by_role("status")).to_contain_text("No connection to the gateway")
+    with held(mesh.pid("supervisor")):  # no gateway until the page shows that
+        old = mesh.pid("gateway")
+        kill(old)
+        expect(page.get_by_role("status")).to_contain_text("No connection to the gateway")
     mesh.await_replaced("gateway", old)
     expect(page.get_by_role("status")).to_be_hidden()
     ask(client, "one")

@@ -124,4 +124,4 @@ def test_model_of_the_hub_is_followed_while_it_is_downloaded_until_it_is_ready(p
     (source,) = (m["card"]["info"]["source"] for m in mesh.cluster()["models"] if m["card"]["spec"]["name"] == "far")
     assert source == f"hf://org/model@{COMMIT}"
     asked = {"model": "far", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-    assert httpx.post(f"{mesh.url}/v1/chat/completions", json=asked, timeout=60).status_code == 200
+    assert httpx.post(f"{mesh.url}/v1/chat/completions", json=asked, timeout=120).status_code == 200

@@ -132,7 +132,7 @@ def test_a_download_that_another_began_is_shown_and_cancelled(
         page.get_by_role("button", name=f"{button} to the disk of node-0").click()
         expect(progress).to_have_text("")
         expect(page.get_by_role("button", name=button)).to_have_count(0)
-        _, errors = elsewhere.communicate(timeout=60)
+        _, errors = elsewhere.communicate(timeout=120)
     assert (elsewhere.returncode, "was cancelled" in errors) == (1, True), errors
     assert mesh.json("pull", "--list") == {"pulls": []}
     server.unblocked.set()

@@ -96,7 +96,7 @@ def test_a_request_migrates_and_its_node_is_drained(browser: Browser, mesh: Thaw
     with opened(browser) as (page, faults):
         log_in(page, mesh.url, mesh.endpoints["admin_key"])
         details = page.get_by_role("complementary", name="Details")
-        with pace.slowed():
+        with pace.slowed(0.3):
             stream = Stream(mesh.url, body("one", max_tokens=400, ignore_eos=True)).start()
             assert stream.opened.wait(120)
             source = next(n["node"] for n in mesh.cluster()["nodes"] if any(i["state"] == "ready" for i in n["instances"]))
@@ -105,7 +105,7 @@ def test_a_request_migrates_and_its_node_is_drained(browser: Browser, mesh: Thaw
             moved_from.get_by_role("button", name=re.compile("^one ready.* 1 running")).click()
             details.get_by_label("Migrate to").select_option(target)
             details.get_by_role("button", name="Migrate the requests of one").click()
-            expect(moved_to.get_by_role("button", name=re.compile("^one ready.* 1 running"))).to_be_visible(timeout=60_000)
+            expect(moved_to.get_by_role("button", name=re.compile("^one ready.* 1 running"))).to_be_visible(timeout=120_000)
         stream.result()
         (record,) = admin.get("/migrations").json()["migrations"]
         assert [r["outcome"] for r in record["requests"]] == ["moved"]

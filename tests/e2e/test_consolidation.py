@@ -22,8 +22,8 @@ from tests.e2e.paced_nodes import (
     paced_nodes,
     paced_server,
     register,
-    register_for_group,
     stages_of,
+    start_in_groups,
 )
 from tests.integration.loader.tiers_server import TierServer
 from tests.support.launcher import until
@@ -35,9 +35,9 @@ from thaw.demo.models import Shape
 
 CONTEXT = 4_096
 STEP_S = 0.4
-LONG: dict[str, Any] = {"max_tokens": size(125, 250), "ignore_eos": True}
-"""Nearly a minute at the slow pace: longer than the start of a group, of its successor, and the
-migration, also on a busy machine. Few tokens cost little CPU time.
+LONG: dict[str, Any] = {"max_tokens": size(250, 400), "ignore_eos": True}
+"""More than a minute and a half at the slow pace: longer than the start of a group, of its
+successor, and the migration, also on a busy machine. Few tokens cost little CPU time.
 """
 TPOT_S = 1.25 * STEP_S
 """One engine meets it. Of a group's two stages both must be full workers: by Eq. 2 a full worker
@@ -95,8 +95,7 @@ def slow(pace: Pace) -> Iterator[contextlib.ExitStack]:
 @pytest.fixture
 def grouped(mesh: Roomy, server: TierServer, expected: Stream, slow: contextlib.ExitStack) -> Iterator[Stream]:
     """Start a slow stream for which the scheduler chooses a group, and wait until that serves."""
-    register_for_group(mesh, server, "far", OPTIONS)
-    stream = Stream(mesh.url, body("far", **LONG)).start()
+    [stream] = start_in_groups(mesh, server, "far", OPTIONS, lambda: [Stream(mesh.url, body("far", **LONG)).start()])
     try:
         assert stream.opened.wait(120)
         until(lambda: sorted(stages_of(mesh, "far")) == [0, 1], what="a group serves")
@@ -149,8 +148,9 @@ def test_objective_for_further_tokens_is_met_by_full_workers_that_become_one_ins
         one_engine = Stream(mesh.url, body("far", max_tokens=MEASURED, ignore_eos=True)).start().result()
         assert one_engine.tokens == expected.tokens[:MEASURED]
         mesh.json("sleep", "far")
-        register_for_group(mesh, server, "far", OPTIONS, TPOT_S)
-        stream = Stream(mesh.url, body("far", **LONG)).start()
+        [stream] = start_in_groups(
+            mesh, server, "far", OPTIONS, lambda: [Stream(mesh.url, body("far", **LONG)).start()], tpot=TPOT_S
+        )
         assert stream.opened.wait(120)
         until(lambda: sorted(stages_of(mesh, "far")) == [0, 1], what="a group serves")
         nodes = set(stages_of(mesh, "far").values())
@@ -213,7 +213,6 @@ def test_under_load_every_stage_becomes_a_whole_instance_and_no_request_restarts
     undisturbed = [Stream(mesh.url, body("single", **one)).start() for one in asked]
     for stream in undisturbed:
         stream.result()
-    register_for_group(mesh, server, "far", OPTIONS | {"replicas": {"min": 0, "max": 2}})
     before = set(mesh.records())
 
     def has_moved() -> bool:
@@ -221,7 +220,13 @@ def test_under_load_every_stage_becomes_a_whole_instance_and_no_request_restarts
 
     try:
         with pace.slowed(STEP_S):
-            streams = [Stream(mesh.url, body("far", **one)).start() for one in asked]
+            streams = start_in_groups(
+                mesh,
+                server,
+                "far",
+                OPTIONS | {"replicas": {"min": 0, "max": 2}},
+                lambda: [Stream(mesh.url, body("far", **one)).start() for one in asked],
+            )
             until(lambda: sorted(stages_of(mesh, "far")) == [0, 1], what="a group serves")
             until(lambda: {i["node"] for i in whole(mesh, "ready")} == set(NODES), what="each node has a whole instance")
             until(lambda: all(i["load"]["active"] for i in whole(mesh, "ready")), what="both serve")

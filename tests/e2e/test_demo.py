@@ -290,6 +290,6 @@ def test_doctor_finds_a_healthy_mesh(mesh: Thaw) -> None:
 
 
 def test_the_endpoint_needs_the_admin_key(mesh: Thaw) -> None:
-    assert httpx.get(f"{mesh.url}/admin/v1/cluster").status_code == 401
+    assert httpx.get(f"{mesh.url}/admin/v1/cluster", timeout=120).status_code == 401
     for name in ("endpoints.json", "credentials.json", "mesh.json", "nats.conf"):
         assert (mesh.home / "run" / name).stat().st_mode & 0o077 == 0

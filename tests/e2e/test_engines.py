@@ -37,7 +37,8 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Thaw]:
-    thaw = Thaw()
+    # The victim that ignores SIGTERM lives until a busy node has begun the next start.
+    thaw = Thaw(THAW_KILL_GRACE="12")
     one = {
         "source": "engine://m",
         "engine": "openai",
@@ -105,9 +106,9 @@ def test_errors_are_the_engines(client: openai.OpenAI) -> None:
 def test_client_disconnect_stops_the_engine(mesh: Thaw, client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(model="one", messages=HELLO, stream=True, extra_body=fake(tokens=10_000, pace=0.01))
     next(iter(stream))
-    assert mesh.instances("one")[0]["load"]["active"] in (0, 1)
+    assert mesh.instance("one")["load"]["active"] in (0, 1)
     stream.close()
-    until(lambda: mesh.instances("one")[0]["load"]["active"] == 0, what="the engine is idle")
+    until(lambda: mesh.instance("one")["load"]["active"] == 0, what="the engine is idle")
 
 
 def test_declared_routes_are_forwarded_to_the_engine(mesh: Thaw) -> None:
@@ -131,7 +132,7 @@ def test_ledger_has_the_time_of_the_engine(mesh: Thaw, client: openai.OpenAI) ->
 def test_two_models_alternate_on_a_device_with_room_for_one(mesh: Thaw, client: openai.OpenAI) -> None:
     for name in ("two", "one", "two"):
         assert client.chat.completions.create(model=name, messages=HELLO, max_tokens=1).choices[0].message.content == "t0 "
-        assert len(mesh.instances(name)) == 1
+        mesh.instance(name)
 
 
 def test_adapter_is_registered_and_served_by_its_bases_vllm(mesh: Thaw, client: openai.OpenAI) -> None:
@@ -141,9 +142,9 @@ def test_adapter_is_registered_and_served_by_its_bases_vllm(mesh: Thaw, client: 
     for name, text in (("tuned", "t0 "), ("sql", f"{digest}t0 "), ("tuned:sql", f"{digest}t0 ")):
         answer = client.chat.completions.create(model=name, messages=HELLO, max_tokens=1, extra_body=fake(adapter=True))
         assert (answer.choices[0].message.content, answer.model) == (text, name.removeprefix("tuned:"))
-    until(lambda: [a["name"] for a in mesh.instances("tuned")[0]["load"]["adapters"]] == ["sql"], what="the status has the adapter")
+    until(lambda: [a["name"] for a in mesh.instance("tuned")["load"]["adapters"]] == ["sql"], what="the status has the adapter")
     mesh.json("models", "rm", "sql")
-    until(lambda: not mesh.instances("tuned")[0]["load"]["adapters"], what="the adapter is unloaded")
+    until(lambda: not mesh.instance("tuned")["load"]["adapters"], what="the adapter is unloaded")
     refused = mesh.error("models", "add", "poems", str(directory), "--base", "one")
     assert "engines that serve adapters: builtin, vllm" in refused["message"]
 
@@ -181,7 +182,7 @@ async def test_start_waits_on_its_node_while_its_victim_stops(mesh: Thaw) -> Non
             await nc.subscribe(subjects.ALL_NODE_STATUS, cb=hear)
             await nc.subscribe(subjects.ALL_NODE_CHANGES, cb=hear_changes)
             asked = asyncio.create_task(text("patient"))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while not ("patient" in (seen := await received.get()) and "stubborn" in seen):
                     assert not asked.done()
                 assert seen["stubborn"].state is InstanceState.DRAINING
@@ -189,7 +190,7 @@ async def test_start_waits_on_its_node_while_its_victim_stops(mesh: Thaw) -> Non
                 assert (waits.state, waits.phase) == (InstanceState.PREPARING, Phase.RESERVE)
                 assert waits.memory.reserved == 0
                 assert await asked == "t0 "
-                assert [i["instance_id"] for i in mesh.instances("patient")] == [waits.instance_id]
+                assert mesh.instance("patient")["instance_id"] == waits.instance_id
         assert "start command refused" not in "".join(p.read_text() for p in mesh.home.rglob("scheduler*.log"))
     finally:
         await nc.close()

@@ -18,20 +18,20 @@ from shared.sizing import MIB
 from tests.support.hosted import fake_program
 from tests.support.launcher import running, until
 from tests.support.moving import STAGED_OPTIONS, Roomy, Stream, body, stage_budgets
-from tests.support.paced_zygote import slowed_by
+from tests.support.paced_zygote import Pace
 from thaw.demo.models import make_demo_model
 
-STEP_S = 0.02
 LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
-"""At least three seconds, in which a process is killed."""
+STEP_S = 0.2
+"""The response takes half a minute while engines are slow: until a process is killed."""
 RANKS = {"engine": "vllm", "stages": 2, "memory": 64 * MIB, "engine_args": {"tensor_parallel_size": 2}}
 NODES = ("node-0", "node-1", "node-2")
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Roomy]:
+def mesh(pace: Pace) -> Iterator[Roomy]:
     """Start three nodes with room for a stage each, and one for the whole model in one engine."""
-    thaw = Roomy(THAW_DRAM_BYTES="0", **slowed_by(STEP_S))
+    thaw = Roomy(THAW_DRAM_BYTES="0", **pace.environment)
     thaw.environment["THAW_VLLM_PYTHON"] = fake_program(thaw.home, "vllm")
     source = make_demo_model(thaw.home / "models" / "m", "test")
     stage, whole = stage_budgets(source)
@@ -83,13 +83,14 @@ def test_group_takes_a_device_of_each_of_two_nodes_and_answers_as_one_engine(mes
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_response_continues_after_the_death_of_any_stage_and_no_half_group_is_left(
-    mesh: Roomy, expected: Stream, victim: int
+    mesh: Roomy, pace: Pace, expected: Stream, victim: int
 ) -> None:
-    stream = Stream(mesh.url, body("staged", **LONG)).start()
-    assert stream.opened.wait(120)
-    stages = both_stages(mesh)
-    processes = [psutil.Process(i["pids"][0]) for _, i in stages]
-    processes[victim].kill()
+    with pace.slowed(STEP_S):
+        stream = Stream(mesh.url, body("staged", **LONG)).start()
+        assert stream.opened.wait(120)
+        stages = both_stages(mesh)
+        processes = [psutil.Process(i["pids"][0]) for _, i in stages]
+        processes[victim].kill()
     assert stream.result().text == expected.text
     assert not psutil.wait_procs(processes, timeout=60)[1]
     again = both_stages(mesh)
@@ -102,15 +103,16 @@ def is_restarted(mesh: Roomy, service: str, old: int) -> bool:
 
 
 @pytest.mark.parametrize("service", ["nodeagent", "scheduler"])
-def test_group_survives_a_nodeagent_and_the_scheduler(mesh: Roomy, expected: Stream, service: str) -> None:
+def test_group_survives_a_nodeagent_and_the_scheduler(mesh: Roomy, pace: Pace, expected: Stream, service: str) -> None:
     mesh.json("wake", "staged")
     stages = both_stages(mesh)
-    stream = Stream(mesh.url, body("staged", **LONG)).start()
-    assert stream.opened.wait(120)
-    name = "scheduler" if service == "scheduler" else f"nodeagent.{stages[1][0]}"
-    old = mesh.pid(name)
-    os.kill(old, signal.SIGKILL)
-    until(lambda: is_restarted(mesh, name, old), what=f"{name} is restarted")
+    with pace.slowed(STEP_S):
+        stream = Stream(mesh.url, body("staged", **LONG)).start()
+        assert stream.opened.wait(120)
+        name = "scheduler" if service == "scheduler" else f"nodeagent.{stages[1][0]}"
+        old = mesh.pid(name)
+        os.kill(old, signal.SIGKILL)
+        until(lambda: is_restarted(mesh, name, old), what=f"{name} is restarted")
     assert stream.result().text == expected.text
     again = both_stages(mesh)
     assert [i["pids"] for _, i in again] == [i["pids"] for _, i in stages]

@@ -61,9 +61,9 @@ def test_a_burst_of_models_is_spread_and_a_busy_device_is_left_alone(mesh: Thaw,
         expected = dict(zip("abc", pool.map(lambda name: text(mesh, name), "abc"), strict=True))
     assert len({device_of(mesh, name) for name in "abc"}) > 1, "they were not all bound to one device"
     assert_booked_once(mesh)
-    with pace.slowed():
+    with pace.slowed(0.3):
         long = Stream(mesh.url, body("a", max_tokens=size(300, 900), ignore_eos=True)).start()
-        assert long.opened.wait(60)
+        assert long.opened.wait(120)
         expected["d"] = text(mesh, "d")
         assert not long.done
     assert long.result().done

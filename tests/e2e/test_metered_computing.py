@@ -13,7 +13,9 @@ import openai
 import pytest
 
 from tests.support.launcher import Thaw, until
+from tests.support.paced_zygote import Pace
 
+PACED = True
 MODEL = "one"
 KEY = "metered"
 REQUESTS = 12
@@ -96,17 +98,18 @@ def test_abandoned_work_is_in_the_ledger_as_well(admin: httpx.Client, keyed: ope
     until(is_in_the_ledger, what="the ledger has what the engine computed, and what was for no request")
 
 
-def test_a_killed_engine_is_metered_to_its_last_step(admin: httpx.Client, keyed: openai.OpenAI) -> None:
+def test_a_killed_engine_is_metered_to_its_last_step(admin: httpx.Client, keyed: openai.OpenAI, pace: Pace) -> None:
     """Its last report lacks what it computed since."""
     message: Any = {"role": "user", "content": "word " * 200}
     (engine,) = [i for i in list_instances(admin) if i["state"] == "ready"]
-    stream = keyed.chat.completions.create(
-        model=MODEL, messages=[message], max_tokens=300, stream=True, extra_body={"ignore_eos": True}
-    )
-    chunks = iter(stream)
-    for _ in range(100):
-        next(chunks)
-    os.kill(engine["pids"][0], signal.SIGKILL)
+    with pace.slowed(0.05):  # the response has not ended when its engine is killed
+        stream = keyed.chat.completions.create(
+            model=MODEL, messages=[message], max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+        )
+        chunks = iter(stream)
+        for _ in range(100):
+            next(chunks)
+        os.kill(engine["pids"][0], signal.SIGKILL)
     assert sum(1 for _ in chunks) > 0, "another engine continues"
 
     def find_killed() -> list[dict[str, Any]]:

@@ -28,8 +28,8 @@ NODES = ("node-0", "node-1", "node-2", "node-3")
 LONG: dict[str, Any] = {"max_tokens": size(200, 400), "ignore_eos": True}
 GENERATED = 40
 """Tokens whose keys and values the source has at least when the request moves."""
-STEP_S = 0.2
-"""The wait of each step from then on, until the test has seen what it waits for."""
+FIRST_STEP_S, STEP_S = 0.08, 0.3
+"""The wait of each step until then, and from then on, until the test has seen what it waits for."""
 
 Group = dict[int, dict[str, Any]]
 """Stages by index, each with its node."""
@@ -97,7 +97,7 @@ def begin(mesh: Roomy, stream: Stream, pace: Pace) -> tuple[Group, Group]:
 def test_request_moves_from_one_group_to_another_with_its_keys_and_values(
     mesh: Roomy, reading: Stream, expected: Stream, pace: Pace
 ) -> None:
-    with pace.slowed(0.03):
+    with pace.slowed(FIRST_STEP_S):
         _, other = begin(mesh, reading, pace)
         [record] = mesh.order(request_id=reading.request_id, node=other[0]["node"])["migrations"]
     reading.result().assert_same(expected)
@@ -111,7 +111,7 @@ def test_drain_of_a_node_with_a_later_stage_moves_the_requests_of_its_group(
     mesh: Roomy, reading: Stream, expected: Stream, pace: Pace
 ) -> None:
     before = set(mesh.records())
-    with pace.slowed(0.03):
+    with pace.slowed(FIRST_STEP_S):
         serving, other = begin(mesh, reading, pace)
         answer = mesh.json("node", "drain", serving[1]["node"])
         until(lambda: any(r.over for key, r in mesh.records().items() if key not in before), what="the migration is over")
@@ -130,7 +130,7 @@ def test_death_of_a_stage_during_the_migration_loses_no_token(
     mesh: Roomy, reading: Stream, expected: Stream, pace: Pace, side: str, stage: int
 ) -> None:
     """The stage is stopped when the order is given, so that the migration needs it, and killed."""
-    with pace.slowed(0.03):
+    with pace.slowed(FIRST_STEP_S):
         source, destination = begin(mesh, reading, pace)
         group = source if side == "source" else destination
         victim = psutil.Process(group[stage]["pids"][0])

@@ -206,7 +206,7 @@ async def test_cancelled_stream_stops_its_engine(clients: openai.AsyncOpenAI, ad
         if chunk.choices and chunk.choices[0].delta.content:
             break
     await stream.close()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while _active(admin) > 0:  # noqa: ASYNC110 - what is waited for is behind HTTP
             await asyncio.sleep(0.05)
 
@@ -236,7 +236,7 @@ async def test_a_second_gateway_started_by_hand(mesh: Thaw, clients: openai.Asyn
     )
     other = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120, max_retries=0)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while await _status(f"http://127.0.0.1:{port}/ready") != 200:  # noqa: ASYNC110 - what is waited for is behind HTTP
                 await asyncio.sleep(0.05)
         asked: dict[str, Any] = {"model": "one", "messages": HELLO, "max_tokens": 100, "extra_headers": {"idempotency-key": "two"}}
@@ -249,7 +249,7 @@ async def test_a_second_gateway_started_by_hand(mesh: Thaw, clients: openai.Asyn
         process.terminate()
         reasons = [c.choices[0].finish_reason async for c in stream if c.choices]
         assert reasons[-1] == "length", "a gateway that is stopped finishes its streams"
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             assert await process.wait() == 0
     finally:
         await other.close()

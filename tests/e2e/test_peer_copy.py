@@ -35,7 +35,8 @@ def mesh(pace: Pace) -> Iterator[Thaw]:
     source = make_demo_model(thaw.home / "models" / "m", SHAPE)
     devices = {
         "cpu:0": {"size": "400MiB", "memory": "separate"},
-        "cpu:1": {"size": "400MiB", "memory": "separate", "bandwidth": {"host": "4MiB/s", "cpu:0": "12MiB/s"}},
+        # The copy takes a quarter of a minute: the test sees it under way, also on a busy machine.
+        "cpu:1": {"size": "400MiB", "memory": "separate", "bandwidth": {"host": "512KiB/s", "cpu:0": "1536KiB/s"}},
     }
     models = [
         {"name": name, "source": str(source), "placement": {"devices": [device]}, "max_concurrency": 4}
@@ -79,7 +80,7 @@ def test_a_model_is_copied_from_a_device_whose_engine_keeps_generating(mesh: Tha
 
     with pace.slowed(STEP_S):
         holder = stream(mesh, "here", **LONG)
-        assert holder.opened.wait(60)
+        assert holder.opened.wait(120)
         copied = stream(mesh, "there")
         until(lambda: 0 < memory(mesh, "cpu:1")["peer_bytes"] < weights["copied_bytes"] // 2, what="a part is copied")
         tokens_before = len(holder.tokens)

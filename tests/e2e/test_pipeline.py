@@ -16,18 +16,20 @@ import pytest
 
 from tests.support.launcher import running, until
 from tests.support.moving import STAGED_OPTIONS, Roomy, Stream, body, stage_budgets
-from tests.support.paced_zygote import slowed_by
+from tests.support.paced_zygote import Pace
 from thaw.demo.models import make_demo_model
 
-STEP_S = 0.02
 LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
-"""At least three seconds, in which a process is killed."""
+STEP_S = 0.2
+"""The response takes half a minute while engines are slow: until a process is killed."""
+KILLED_STEP_S = 0.02
+"""Of responses that end while stages are killed again and again."""
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Roomy]:
+def mesh(pace: Pace) -> Iterator[Roomy]:
     """Start a mesh with one model in two stages, and the same weights served by one engine."""
-    thaw = Roomy(THAW_DRAM_BYTES="0", THAW_VERIFY="true", **slowed_by(STEP_S))
+    thaw = Roomy(THAW_DRAM_BYTES="0", THAW_VERIFY="true", **pace.environment)
     source = make_demo_model(thaw.home / "models" / "m", "test")
     stage, whole = stage_budgets(source)
     nodes = {
@@ -57,15 +59,15 @@ def test_group_takes_both_devices_and_answers_as_one_engine(mesh: Roomy, expecte
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_response_continues_after_the_death_of_any_stage_and_no_half_group_is_left(
-    mesh: Roomy, expected: Stream, victim: int
+    mesh: Roomy, pace: Pace, expected: Stream, victim: int
 ) -> None:
-    stream = Stream(mesh.url, body("staged", **LONG)).start()
-    assert stream.opened.wait(120)
-    # Its load is reported later: on a busy machine the response may have ended by then.
-    instance = mesh.instance("staged")
-    name = instance["instance_id"]
-    processes = [psutil.Process(pid) for pid in instance["pids"]]
-    processes[victim].kill()
+    with pace.slowed(STEP_S):
+        stream = Stream(mesh.url, body("staged", **LONG)).start()
+        assert stream.opened.wait(120)
+        instance = mesh.instance("staged")
+        name = instance["instance_id"]
+        processes = [psutil.Process(pid) for pid in instance["pids"]]
+        processes[victim].kill()
     assert stream.result().text == expected.text
     assert not psutil.wait_procs(processes, timeout=60)[1]
     others: list[dict[str, Any]] = []
@@ -80,8 +82,16 @@ def test_response_continues_after_the_death_of_any_stage_and_no_half_group_is_le
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.long)])
-def test_no_response_is_lost_or_different_while_stages_are_killed(mesh: Roomy, expected: Stream, kills: int) -> None:
+def test_no_response_is_lost_or_different_while_stages_are_killed(mesh: Roomy, pace: Pace, expected: Stream, kills: int) -> None:
     """Stages are killed at random, also while a group starts, under three streams."""
+    with pace.slowed(KILLED_STEP_S):
+        streams = kill_stages(mesh, expected, kills)
+    assert [s.result().text for s in streams] == [expected.text] * 3
+    assert not [s.error for s in streams if s.error]
+
+
+def kill_stages(mesh: Roomy, expected: Stream, kills: int) -> list[Stream]:
+    """Kill stages under three streams, and return those that run at the end."""
     chance = random.Random(7)
     streams = [Stream(mesh.url, body("staged", **LONG)).start() for _ in range(3)]
     for _ in range(kills):
@@ -99,13 +109,16 @@ def test_no_response_is_lost_or_different_while_stages_are_killed(mesh: Roomy, e
         time.sleep(chance.uniform(0, 0.4))  # to hit other moments of the start and of the responses
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(chance.choice(begun[-1]["pids"])).kill()
-    assert [s.result().text for s in streams] == [expected.text] * 3
-    assert not [s.error for s in streams if s.error]
+    return streams
 
 
 def test_stopped_group_frees_both_devices(mesh: Roomy) -> None:
     mesh.json("wake", "staged")
     mesh.json("sleep", "staged")
-    until(lambda: not [i for i in mesh.instances("staged") if i["state"] == "ready"], what="the group has stopped")
-    [node] = [n for n in mesh.cluster()["nodes"] if n["node"] == "node-0"]
-    assert [d["reserved_bytes"] for d in node["devices"]] == [0, 0]
+
+    def is_free() -> bool:
+        [node] = [n for n in mesh.cluster()["nodes"] if n["node"] == "node-0"]
+        return [d["reserved_bytes"] for d in node["devices"]] == [0, 0]
+
+    until(is_free, what="both devices are free")
+    assert mesh.instances("staged") == []

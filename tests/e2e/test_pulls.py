@@ -63,7 +63,7 @@ def test_a_pull_is_cancelled_in_the_middle_and_continues_when_it_is_repeated(mes
         pull = await_half(mesh, far)
         assert (pull["node"], pull["tier"], pull["state"]) == ("node-0", "ssd", "running")
         assert mesh.json("pull", far, "--cancel") == {"model": far, "cancelled": [{"node": "node-0", "tier": "ssd"}]}
-        _, errors = waiting.communicate(timeout=60)
+        _, errors = waiting.communicate(timeout=120)
     assert (waiting.returncode, "was cancelled" in errors) == (1, True), errors
     assert listed(mesh) == []
     until(lambda: far not in loads(mesh), what="its memory is free")
@@ -86,7 +86,7 @@ def test_a_pull_is_completed_after_its_scheduler_was_killed(mesh: Thaw, server: 
         await_half(mesh, model)
         if not waits:
             client.send_signal(signal.SIGINT)
-            output, _ = client.communicate(timeout=60)
+            output, _ = client.communicate(timeout=120)
             assert (client.returncode, "--cancel" in output) == (130, True)
         mesh.await_replaced("scheduler", mesh.kill("scheduler"))
         assert [p["model"] for p in listed(mesh)] == [model]

@@ -27,7 +27,7 @@ from tests.support.paced_zygote import Pace
 from tests.support.sizes import size
 from thaw.demo.models import make_demo_model
 
-TOKENS, STEP_S = size(100, 200), 0.2
+TOKENS, STEP_S = size(100, 200), 0.3
 """Longer than a test needs, also on a busy machine: engines are slow meanwhile."""
 LONG: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
 LONGEST = LONG | {"max_tokens": 2 * TOKENS}

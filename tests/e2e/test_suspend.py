@@ -20,7 +20,7 @@ from tests.support.paging import skip_unless_able
 from tests.support.prometheus import SUSPENSION_PANELS, Prometheus, needs_prometheus
 from thaw.demo.models import make_demo_model
 
-START_S = 3.0
+START_S = 8.0
 """More than a resume takes on a busy machine: one that resumes no faster is stopped instead."""
 
 

@@ -84,8 +84,13 @@ def test_cold_start_is_traced_by_every_process_with_links_both_ways(http: httpx.
     phases = ("schedule", "reserve", "container", "init", "load", "profile", "prefill")
     for phase in phases:
         receiver.wait_for(phase)
-    spans = [(service, span.name) for service, span in receiver.spans if span.trace_id == load.trace_id]
-    assert {"thaw-scheduler", "thaw-nodeagent", "thaw-loader", "thaw-engine"} <= {service for service, _ in spans}
+
+    def find_spans() -> list[tuple[str, str]]:
+        return [(service, span.name) for service, span in list(receiver.spans) if span.trace_id == load.trace_id]
+
+    services = {"thaw-scheduler", "thaw-nodeagent", "thaw-loader", "thaw-engine"}
+    until(lambda: services <= {service for service, _ in find_spans()}, what="spans of each process of the start")
+    spans = find_spans()
     # The process that measured a phase exports it, once.
     assert sorted(spans) == sorted(set(spans))
 
@@ -94,8 +99,8 @@ def test_critical_path_equals_the_ttft_measured_by_the_client(mesh: Thaw, http: 
     for temperature in ("cold", "warm"):
         misses = []
         # Another process may preempt between the gateway's clock and the client's: one good attempt
-        # of five suffices.
-        for _ in range(5):
+        # of twelve suffices.
+        for _ in range(12):
             if temperature == "cold":
                 mesh.json("sleep", "demo")
             # What the client and the connection add depends on the machine and its load.

@@ -16,7 +16,7 @@ from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 90_000
 expect.set_options(timeout=TIMEOUT_MS)
 _SERIOUS = {"serious", "critical"}
 

@@ -201,19 +201,26 @@ def mapped_bytes(pids: Iterable[int]) -> int:
 
 
 def at_rest(pid: int, looks: int = 4) -> bool:
-    """True if no thread of a process ran in several checks, 10 ms apart.
+    """True if no thread of a process ran, or could run, in several checks, 10 ms apart.
 
-    The process has done all it could.
+    The process has done all it could. On a busy machine a thread that can run waits for a core.
     """
 
     def turns() -> list[str]:
         return [p.read_text().split()[2] for p in Path(f"/proc/{pid}/task").glob("*/schedstat")]
 
-    before = turns()
-    for _ in range(looks):
-        time.sleep(0.01)
-        if turns() != before:
-            return False
+    def can_run() -> bool:
+        states = [p.read_text().rpartition(")")[2].split()[0] for p in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return any(state in ("R", "D") for state in states)
+
+    try:
+        before = turns()
+        for _ in range(looks):
+            time.sleep(0.01)
+            if turns() != before or can_run():
+                return False
+    except (FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile
+        return False
     return True
 
 

@@ -52,7 +52,7 @@ class Prometheus:
             stdout=self._log,
             stderr=self._log,
         )
-        self._http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=30)
+        self._http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=120)
         until(self._are_targets_up, what="both targets are scraped")
 
     def read(self, path: str, **parameters: str) -> Any:
@@ -66,7 +66,7 @@ class Prometheus:
         found = self.read("/query", query=evaluated(expression))["result"]
         return [r for r in found if r["value"][1] != "NaN"]
 
-    def await_data(self, titles: Iterable[str], cause: Callable[[], object], within_s: float = 120.0) -> None:
+    def await_data(self, titles: Iterable[str], cause: Callable[[], object], within_s: float = 300.0) -> None:
         """Wait until every query of these panels has data, and call `cause` until then.
 
         A rate needs growth between two scrapes: what happened before the first one is not enough.

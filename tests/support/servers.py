@@ -306,7 +306,16 @@ class NatsCluster:
                 return int(name.removeprefix("n"))
         return None
 
-    def await_current(self, within: float = 60.0) -> None:
+    def await_leader(self, within: float = 120.0) -> int:
+        """Return the server that leads the cluster's JetStream, once one does."""
+        deadline = time.monotonic() + within
+        while (leader := self.leader()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no server leads after {within} s")
+            time.sleep(0.05)
+        return leader
+
+    def await_current(self, within: float = 120.0) -> None:
         """Return when every server has every replica that it keeps, up to date."""
         deadline = time.monotonic() + within
         while not (self.leader() is not None and all(self._healthy(i) for i in range(3))):
@@ -316,13 +325,13 @@ class NatsCluster:
 
     def _healthy(self, i: int) -> bool:
         try:
-            return httpx.get(f"http://127.0.0.1:{self._monitors[i]}/healthz", timeout=2, verify=False).is_success
+            return httpx.get(f"http://127.0.0.1:{self._monitors[i]}/healthz", timeout=30, verify=False).is_success
         except httpx.HTTPError:
             return False
 
     def _seen_by(self, i: int) -> dict[str, Any]:
         try:
-            found = httpx.get(f"http://127.0.0.1:{self._monitors[i]}/jsz", timeout=2, verify=False).json()
+            found = httpx.get(f"http://127.0.0.1:{self._monitors[i]}/jsz", timeout=30, verify=False).json()
         except httpx.HTTPError:
             return {}
         assert isinstance(found, dict)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.device_memory import await_memory, read_memory
 from tests.support.launcher import Thaw, running, until
 from tests.support.moving import Stream, body
 from tests.support.paced_zygote import Pace
@@ -46,20 +47,13 @@ def mesh(pace: Pace) -> Iterator[Thaw]:
         yield found
 
 
-def memory(mesh: Thaw, device: str) -> dict[str, Any]:
-    [node] = mesh.json("ps", "--memory")["nodes"]
-    [found] = [d for d in node["loader"]["memory"] if d["device_id"] == device]
-    assert sum(found[f"{state}_bytes"] for state in ("free", "mapped", "reusable", "lent")) == found["total_bytes"]
-    return dict(found)
-
-
 def stream(mesh: Thaw, model: str, **more: Any) -> Stream:
     return Stream(mesh.url, body(model, **{"max_tokens": 12, **more})).start()
 
 
 def stop(mesh: Thaw, model: str, device: str) -> None:
     mesh.json("sleep", model)
-    until(lambda: memory(mesh, device)["mapped_bytes"] == 0, what=f"no unit is mapped once {model} has stopped")
+    until(lambda: read_memory(mesh, device)["mapped_bytes"] == 0, what=f"no unit is mapped once {model} has stopped")
 
 
 def assert_audited(mesh: Thaw) -> None:
@@ -75,14 +69,14 @@ def test_a_model_is_copied_from_a_device_whose_engine_keeps_generating(mesh: Tha
     # Started again, it takes its units from the device: host memory does not have them any more.
     stop(mesh, "here", "cpu:0")
     assert stream(mesh, "here").result().text == expected.text
-    weights = memory(mesh, "cpu:0")
+    weights = await_memory(mesh, "cpu:0")
     assert weights["reused_bytes"] == weights["copied_bytes"] > 0
 
     with pace.slowed(STEP_S):
         holder = stream(mesh, "here", **LONG)
         assert holder.opened.wait(120)
         copied = stream(mesh, "there")
-        until(lambda: 0 < memory(mesh, "cpu:1")["peer_bytes"] < weights["copied_bytes"] // 2, what="a part is copied")
+        until(lambda: 0 < read_memory(mesh, "cpu:1")["peer_bytes"] < weights["copied_bytes"] // 2, what="a part is copied")
         tokens_before = len(holder.tokens)
         assert not copied.tokens, "it cannot answer before all is copied"
         copied.result().assert_same(expected)
@@ -90,7 +84,7 @@ def test_a_model_is_copied_from_a_device_whose_engine_keeps_generating(mesh: Tha
         assert not holder.done
     holder.result().assert_same(undisturbed)
 
-    there = memory(mesh, "cpu:1")
+    there = await_memory(mesh, "cpu:1")
     assert there["copied_bytes"] == weights["copied_bytes"], "every unit was copied, once"
     assert there["peer_bytes"] > there["copied_bytes"] // 2
     chosen = mesh.plan("there")["chosen"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.device_memory import await_memory
 from tests.support.launcher import Thaw, until
 from thaw.demo.models import make_demo_model
 
@@ -50,11 +51,7 @@ def fine_tune(base: Path, tuned: Path) -> Path:
 
 
 def memory(mesh: Thaw) -> dict[str, Any]:
-    [node] = mesh.json("ps", "--memory")["nodes"]
-    [device] = node["loader"]["memory"]
-    parts = sum(device[f"{state}_bytes"] for state in ("free", "mapped", "reusable", "lent"))
-    assert parts == device["total_bytes"]
-    return dict(device)
+    return await_memory(mesh, "cpu:1")
 
 
 def stop(mesh: Thaw, model: str) -> None:

@@ -41,7 +41,7 @@ _AWAY = ("unreachable", "unavailable", "deadline_exceeded")
 """Codes of errors that last until the scheduler has restarted, or runs again on a busy machine."""
 _READING = ("doctor", "explain", "keys list", "models list", "models show", "node list", "ps", "pull --list", "trace", "usage")
 """Verbs that change nothing: one whose deadline passed is run again."""
-_RUN_WITHIN_S = 300.0
+_RUN_WITHIN_S = 600.0
 
 
 class Thaw:

@@ -312,7 +312,7 @@ class Stream:
         try:
             wanted = {**self.body, "stream": True, "stream_options": {"include_usage": True}}
             with (
-                httpx.Client(timeout=120, trust_env=False, verify=False) as client,
+                httpx.Client(timeout=240, trust_env=False, verify=False) as client,
                 client.stream("POST", f"{self.url}{self.path}", json=wanted, headers=self.headers) as response,
             ):
                 self.request_id = response.headers.get("x-request-id", "")
@@ -354,7 +354,7 @@ class Stream:
     def _text_of(self, choice: dict[str, Any]) -> str:
         return str(choice["text"])
 
-    def result(self, within: float = 240.0) -> Stream:
+    def result(self, within: float = 300.0) -> Stream:
         self.thread.join(within)
         assert not self.thread.is_alive(), f"a stream has not ended: {len(self.tokens)} tokens"
         return self

@@ -82,7 +82,7 @@ class Asked(threading.Thread):
         }
         self.start()
 
-    def outcome(self, within: float = 240.0) -> Outcome:
+    def outcome(self, within: float = 300.0) -> Outcome:
         self.join(within)
         assert self._outcome is not None, f"neither an answer nor an error within {within} s"
         return self._outcome
@@ -90,7 +90,7 @@ class Asked(threading.Thread):
     def run(self) -> None:
         try:
             with (
-                httpx.Client(timeout=120, verify=False) as client,
+                httpx.Client(timeout=240, verify=False) as client,
                 client.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, headers=self._headers) as response,
             ):
                 self._outcome = self._read_stream(response) if self._stream and response.is_success else _whole(response)

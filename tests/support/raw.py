@@ -26,7 +26,7 @@ class RawClient:
         self._socket = socket.socket()
         if receive_buffer is not None:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self._socket.settimeout(60)
+        self._socket.settimeout(180)
         self._socket.connect(("127.0.0.1", port))
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
         self._socket.sendall(head.encode() + body)

@@ -27,7 +27,7 @@ from thaw.launcher.plan import MeshPlan, read_plan
 from thaw.launcher.planning import Wanted
 from thaw.launcher.status import read_status
 
-_READY_BOUND_S = 90.0
+_READY_BOUND_S = 300.0
 _POLL_S = 0.1
 
 
@@ -35,7 +35,7 @@ def await_ready(api: Api, home: Home, out: Console, plan: MeshPlan | None = None
     """Wait until the gateway, and every node of the plan with its loader, is ready.
 
     Raises:
-        CommandError: The mesh is not ready after 90 s, or a service keeps crashing (at once).
+        CommandError: The mesh is not ready after 300 s, or a service keeps crashing (at once).
     """
     names = {n.name for n in (plan or read_plan(home)).nodes}
     deadline = time.monotonic() + _READY_BOUND_S

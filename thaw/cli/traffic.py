@@ -28,7 +28,7 @@ from thaw.units import format_duration
 app = typer.Typer(help="Demo: traffic of models that share a device.", no_args_is_help=True)
 _MAX_OPEN = 64
 """Requests at a time; an arrival beyond them waits for one that ends."""
-_TRACES_WITHIN_S = 5.0
+_TRACES_WITHIN_S = 30.0
 _QUESTIONS = (
     "Where does the ice go when it thaws?",
     "Write a line about a river in spring.",

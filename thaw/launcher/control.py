@@ -28,7 +28,10 @@ from thaw.launcher.status import MeshStatus, read_status, running_status
 
 Progress = Callable[[MeshStatus], None]
 _POLL_S = 0.05
-_START_BOUND_S = 90.0
+_START_BOUND_S = 300.0
+"""On a slow machine the services of several nodes take minutes; one that keeps crashing is reported
+at once.
+"""
 _STOP_BOUND_S = 150.0
 """More than the sum of the supervisor's own bounds, which it escalates by itself."""
 _CRASHES = 3

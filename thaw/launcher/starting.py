@@ -23,7 +23,7 @@ from thaw.launcher.processes import MARK, Identity
 from thaw.launcher.services import SERVICES, Program
 
 log = logging.getLogger("thaw.supervisor")
-_IMPORTS_WITHIN_S = 30.0
+_IMPORTS_WITHIN_S = 60.0
 _MAX_FAILURES = 3
 """After this many fork servers have failed in a row, the starter makes no more."""
 Wait = Callable[[], Awaitable[int | None]]

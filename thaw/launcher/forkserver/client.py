@@ -13,7 +13,7 @@ from pathlib import Path
 from thaw.launcher.forkserver.protocol import GO, READY, Start, encode_modules
 
 MODULE = "thaw.launcher.forkserver"
-_START_WITHIN_S = 10.0
+_START_WITHIN_S = 30.0
 """A server that does not fork for this long hangs."""
 _END_WITHIN_S = 2.0
 

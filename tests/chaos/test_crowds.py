@@ -12,7 +12,7 @@ from tests.support.outcomes import Asked, ask
 
 AT_ONCE = 200
 LOADS_AT_MOST = 16
-"""A slow machine has half of these: waiting models preempt others. Thrashing is a load a request."""
+"""On a slow machine waiting models preempt others. Thrashing is a load for each request."""
 
 
 def test_two_hundred_requests_for_one_cold_model_cause_one_load(mesh: Victim, client: openai.OpenAI) -> None:

@@ -216,7 +216,7 @@ class Project:
     def logs(self, *services: str) -> str:
         return self.compose("logs", "--no-color", "--tail=60", *services)
 
-    def wait_healthy(self, *services: str, within: float = 300) -> None:
+    def wait_healthy(self, *services: str, within: float = 600) -> None:
         """Wait until all services are healthy, at most `within` seconds in all."""
         deadline = time.monotonic() + within
         for service in services:

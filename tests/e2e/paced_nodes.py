@@ -158,9 +158,10 @@ def start_in_groups(
         streams = start()
         found: list[dict[str, Any]] = []
 
-        def is_placed(found: list[dict[str, Any]] = found) -> bool:
+        def is_placed(found: list[dict[str, Any]] = found, streams: list[Stream] = streams) -> bool:
+            is_answered = any(s.tokens for s in streams)
             found[:] = instances(mesh, name)
-            return count_stages(found) >= stages or count_stages(found) < len(found)
+            return count_stages(found) >= stages or count_stages(found) < len(found) or is_answered
 
         until(is_placed, what=lambda found=found: f"{stages} stages of {name} start: {found}")  # type: ignore[misc]
         if count_stages(found) >= stages:

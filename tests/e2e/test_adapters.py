@@ -66,10 +66,14 @@ async def test_one_instance_serves_the_base_and_all_adapters(
     mesh: Thaw, clients: openai.AsyncOpenAI, adapters: dict[str, Path]
 ) -> None:
     await asyncio.gather(*(text(clients, name) for name in ("one", "sql", "poems")))
+
+    def loaded() -> list[tuple[str, set[str]]]:
+        found = [i for n in mesh.cluster()["nodes"] for i in n["instances"] if i["state"] == "ready"]
+        mine = [i for i in found if i["model"] in ("one", *adapters)]
+        return [(i["model"], {a["name"] for a in i["load"]["adapters"]}) for i in mine]
+
+    await asyncio.to_thread(until, lambda: loaded() == [("one", {"sql", "poems"})], what=lambda: f"the adapters of one: {loaded()}")
     seen = mesh.cluster()
-    there = [i for n in seen["nodes"] for i in n["instances"] if i["state"] == "ready" and i["model"] in ("one", *adapters)]
-    assert [i["model"] for i in there] == ["one"]
-    assert {a["name"] for a in there[0]["load"]["adapters"]} == {"sql", "poems"}
     assert {m["card"]["spec"]["name"]: m["state"] for m in seen["models"]}["sql"] == "loaded"
     assert "one:sql" in mesh.inside("ps")[1]
 

@@ -99,6 +99,7 @@ def test_a_request_migrates_and_its_node_is_drained(browser: Browser, mesh: Thaw
         with pace.slowed(0.3):
             stream = Stream(mesh.url, body("one", max_tokens=400, ignore_eos=True)).start()
             assert stream.opened.wait(120)
+            mesh.instance("one")  # it may respond before its node has reported it ready
             source = next(n["node"] for n in mesh.cluster()["nodes"] if any(i["state"] == "ready" for i in n["instances"]))
             target = next(n for n in ("node-0", "node-1") if n != source)
             moved_from, moved_to = (page.get_by_role("region", name=f"Node {n}") for n in (source, target))
@@ -107,8 +108,12 @@ def test_a_request_migrates_and_its_node_is_drained(browser: Browser, mesh: Thaw
             details.get_by_role("button", name="Migrate the requests of one").click()
             expect(moved_to.get_by_role("button", name=re.compile("^one ready.* 1 running"))).to_be_visible(timeout=120_000)
         stream.result()
-        (record,) = admin.get("/migrations").json()["migrations"]
-        assert [r["outcome"] for r in record["requests"]] == ["moved"]
+
+        def outcomes() -> list[str]:
+            (record,) = admin.get("/migrations").json()["migrations"]
+            return [r["outcome"] for r in record["requests"]]
+
+        until(lambda: outcomes() == ["moved"], what=lambda: f"the request has moved: {outcomes()}")
         moved_to.get_by_role("button", name=target, exact=True).click()
         details.get_by_role("button", name=f"Drain {target}").click()
         expect(moved_to).to_contain_text("cordoned")

@@ -99,8 +99,8 @@ class Traffic:
         self._ask(model)
 
     def _move_a_request(self) -> None:
-        with self._pace.slowed():
-            stream = self._stream("one", tokens=300)
+        with self._pace.slowed(0.2):
+            stream = self._stream("one", tokens=150)
             self._mesh.move_away(stream.request_id)
         assert stream.result().error == ""
 

@@ -121,6 +121,9 @@ def test_a_killed_engine_is_metered_to_its_last_step(admin: httpx.Client, keyed:
     background_s = sum(work["seconds"] for work in load["background"])
     assert load["charged_s"] + background_s == pytest.approx(load["busy_s"], rel=0.01)
 
+    # It may respond before its node has reported it ready.
+    until(lambda: any(i["state"] == "ready" for i in list_instances(admin)), what="the other engine is reported")
+
     def is_in_the_ledger() -> bool:
         return read_all(admin)[0] == pytest.approx(load["busy_s"] + read_load(admin)["busy_s"], rel=0.002)
 

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.launcher import Thaw
+from tests.support.launcher import Thaw, until
 
 SHARED = True
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -36,8 +36,7 @@ def test_the_ollama_client_wakes_lists_and_embeds(mesh: Thaw, client: openai.Ope
     own = ollama.Client(host=mesh.url, timeout=120)
     assert {m.model for m in own.list().models} >= {"one", "two", "three"}
     assert own.generate("two").done_reason == "load"
-    running = {m.model: m for m in own.ps().models}
-    assert running["two"].size > 0
+    until(lambda: any(m.model == "two" and m.size > 0 for m in own.ps().models), what="the running model is listed")
     vector = client.embeddings.create(model="two", input="some text").data[0].embedding
     assert own.embeddings("two", "some text").embedding == pytest.approx(vector)
     [unit] = own.embed("two", "some text").embeddings

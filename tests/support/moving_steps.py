@@ -51,7 +51,7 @@ class Order(threading.Thread):
 
     def record(self) -> dict[str, Any]:
         """Return the record of the only migration ordered."""
-        self.join(120)
+        self.join(300)
         assert self.answer, self.refused
         return self.answer[0]
 

@@ -16,7 +16,7 @@ from tests.integration.scheduler import test_flow
 from tests.integration.scheduler.conftest import site, tracing
 
 __all__ = ["mesh", "site", "tracing"]
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 _databases = itertools.count(1)
 
 globals().update({name: test for name, test in vars(test_mesh).items() if name.startswith("test_")})

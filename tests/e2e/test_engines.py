@@ -37,8 +37,8 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Thaw]:
-    # The victim that ignores SIGTERM lives until a busy node has begun the next start.
-    thaw = Thaw(THAW_KILL_GRACE="12")
+    # A victim that ignores SIGTERM lives until a busy node has begun the next start, which waits.
+    thaw = Thaw(THAW_KILL_GRACE="12", THAW_GRANT_WAIT="60")
     one = {
         "source": "engine://m",
         "engine": "openai",

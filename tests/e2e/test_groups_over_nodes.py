@@ -146,7 +146,7 @@ def test_group_evicts_idle_instances_on_the_devices_of_both_stages(mesh: Roomy, 
     plan = mesh.json("explain", "staged")
     assert (plan["chosen"]["ready_by"], plan["chosen"]["clearing"]) == ("pipeline", "evict"), plan
     assert len(plan["chosen"]["victims"]) == 2
-    taken = {node for node, _ in stages_of(mesh).values()}
+    taken = {node for node, _ in both_stages(mesh)}
     assert models_on(mesh) == {n: {"staged"} if n in taken else {f"on-{n}"} for n in NODES}, "the third node keeps its model"
 
 

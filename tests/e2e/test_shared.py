@@ -264,7 +264,7 @@ def test_ps_shows_the_instances_of_an_executor(mesh: Roomy) -> None:
         [line] = [line for line in shown.splitlines() if line.split()[:1] == [name]]
         assert "ready" in line
         assert ready[name]["instance_id"][:6] in line
-    assert sum(ready[name]["memory_bytes"] for name in SHARED) > 0
+    until(lambda: sum(running(mesh)[name]["memory_bytes"] for name in SHARED) > 0, what="the executor's memory is measured")
 
 
 def test_migrated_stream_of_a_shared_model_equals_the_undisturbed_one(mesh: Roomy, pace: Pace) -> None:

@@ -22,6 +22,7 @@ from shared.contracts.base import Done, Message
 from shared.contracts.models import ModelCard
 from shared.ports import free_port
 from tests.support.fake_engine import FakeNode, card_of
+from tests.support.nats_accounts import NatsAccount, NatsAccounts
 from tests.support.servers import NatsServer
 
 CARDS = (
@@ -68,13 +69,25 @@ class Served:
         return status
 
 
-@pytest.fixture
-def own_nats(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
-    """Start a NATS server for each test, which needs empty streams.
+@pytest.fixture(scope="session")
+def nats_accounts() -> Iterator[NatsAccounts]:
+    accounts = NatsAccounts()
+    yield accounts
+    accounts.close()
 
-    The test module may set `MAX_PAYLOAD`, the largest message.
+
+@pytest.fixture
+def own_nats(request: pytest.FixtureRequest, nats_accounts: NatsAccounts) -> Iterator[NatsServer | NatsAccount]:
+    """Give each test empty streams: an account, or a server.
+
+    It is a server where the test is marked with `own_nats_server`, or its module sets
+    `MAX_PAYLOAD`, the largest message.
     """
-    server = NatsServer(max_payload=getattr(request.module, "MAX_PAYLOAD", "8MB"))
+    max_payload = getattr(request.module, "MAX_PAYLOAD", None)
+    if max_payload is None and request.node.get_closest_marker("own_nats_server") is None:
+        yield nats_accounts.take()
+        return
+    server = NatsServer(max_payload=max_payload or "8MB")
     yield server
     server.close()
 

@@ -27,6 +27,7 @@ from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, unt
 from tests.integration.gateway.test_process import answers, spawn
 from tests.integration.gateway.test_responses import client_of
 from tests.support.fake_engine import WORDS, FakeNode, Run, hang, speak
+from tests.support.nats_accounts import NatsAccount
 from tests.support.servers import NatsServer
 
 TEXT = "".join(WORDS)
@@ -312,7 +313,7 @@ async def test_a_response_that_is_not_json_does_not_stop_the_batch(client: opena
 
 
 async def test_each_request_is_generated_once_when_gateways_are_killed(
-    own_nats: NatsServer, node: FakeNode, tmp_path: Path
+    own_nats: NatsAccount, node: FakeNode, tmp_path: Path
 ) -> None:
     gate = asyncio.Event()
 
@@ -363,6 +364,7 @@ async def _has_requests(port: int) -> bool:
     return any(row.startswith("thaw_requests_in_flight") and not row.endswith(" 0.0") for row in text.splitlines())
 
 
+@pytest.mark.own_nats_server
 async def test_batch_survives_the_death_of_nats(own_nats: NatsServer, client: openai.AsyncOpenAI, node: FakeNode) -> None:
     engine = await node.engine("alpha")
     begun = await start(client, jsonl(*(line(i) for i in range(60))))

@@ -13,7 +13,7 @@ from services.gateway.adapters.idempotency_store import Claim, Entry, Idempotenc
 from shared.contracts import subjects
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
-from tests.support.servers import NatsServer
+from tests.support.nats_accounts import NatsAccount
 
 REPLY, OTHER = subjects.keyed_reply("g", "one-1"), subjects.keyed_reply("g", "other-1")
 ENTRY = Entry(request="r", answer_id="a", created=1, reply=REPLY)
@@ -27,7 +27,7 @@ async def opened(mesh: Mesh) -> IdempotencyStore:
 
 
 @pytest.fixture
-async def mesh(own_nats: NatsServer) -> AsyncIterator[Mesh]:
+async def mesh(own_nats: NatsAccount) -> AsyncIterator[Mesh]:
     mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
     await mesh.start()
     yield mesh

@@ -18,6 +18,7 @@ from shared.contracts.traces import RequestTrace, TracePage
 from shared.errors import CheckpointInvalid, EngineFailed, InsufficientMemory
 from tests.integration.gateway.conftest import Served, ServeFn, chat, until, until_listed
 from tests.support.fake_engine import WORDS, FakeNode, Run, card_of, drain
+from tests.support.nats_accounts import NatsAccount
 
 TEXT = "".join(WORDS)
 URL = "/v1/chat/completions"
@@ -251,10 +252,7 @@ async def _traced(gateway: Served, request_id: str) -> bool:
     return (await gateway.http.get(f"/admin/v1/traces/{request_id}")).status_code == 200
 
 
-async def test_a_late_scheduler_receives_the_demand(serve: ServeFn, own_nats: object) -> None:
-    from tests.support.servers import NatsServer
-
-    assert isinstance(own_nats, NatsServer)
+async def test_a_late_scheduler_receives_the_demand(serve: ServeFn, own_nats: NatsAccount) -> None:
     node = FakeNode(own_nats.url)
     await node.start(card_of("alpha"), scheduler=False)
     try:

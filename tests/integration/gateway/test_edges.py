@@ -203,6 +203,7 @@ async def test_log_probabilities_and_token_ids_have_the_openai_shape(gateway: Se
     }
 
 
+@pytest.mark.own_nats_server
 async def test_the_catalogue_follows_changes_and_a_restart_of_nats(gateway: Served, node: FakeNode, own_nats: NatsServer) -> None:
     bucket = await catalog_bucket(node.mesh.nc.jetstream())
     await bucket.delete(subjects.token("beta"))

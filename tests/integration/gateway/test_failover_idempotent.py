@@ -18,8 +18,8 @@ from shared.contracts.node import InstanceState
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until_listed
 from tests.integration.gateway.test_failover import TEXT, URL, content_of, die, events, holding
 from tests.support.fake_engine import FakeEngine, FakeNode
+from tests.support.nats_accounts import NatsAccount
 from tests.support.scripted_engine import Script, Teller
-from tests.support.servers import NatsServer
 
 KEY = {"idempotency-key": "k"}
 SCRIPT = Script((TEXT,))
@@ -71,7 +71,7 @@ async def test_all_clients_of_one_key_receive_the_parts_as_one_response(
 
 
 @pytest.mark.usefixtures("short_lease")
-async def test_a_new_owner_resumes_from_the_parts(node: FakeNode, serve: ServeFn, own_nats: NatsServer) -> None:
+async def test_a_new_owner_resumes_from_the_parts(node: FakeNode, serve: ServeFn, own_nats: NatsAccount) -> None:
     """A new owner resumes from the recorded parts.
 
     The owner dies after one engine died, and then the second engine dies.
@@ -98,7 +98,7 @@ async def test_a_new_owner_resumes_from_the_parts(node: FakeNode, serve: ServeFn
 
 @pytest.mark.usefixtures("short_lease")
 async def test_response_whose_parts_nats_lost_is_generated_again(
-    node: FakeNode, serve: ServeFn, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+    node: FakeNode, serve: ServeFn, own_nats: NatsAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A response whose parts NATS lost is generated again.
 

@@ -17,13 +17,13 @@ from tests.integration.gateway.test_metered_keys import Ledger, ended
 from tests.integration.gateway.test_metered_keys import ledger as ledger
 from tests.integration.gateway.test_process import answers, spawn
 from tests.support.fake_engine import FakeNode
-from tests.support.servers import NatsServer
+from tests.support.nats_accounts import NatsAccount
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("owner", ["is lost", "ends the key", "began another attempt", "is of a later version"])
 async def test_response_whose_follower_was_killed_counts_once(
-    node: FakeNode, serve: ServeFn, own_nats: NatsServer, ledger: Ledger, tmp_path: Path, owner: str
+    node: FakeNode, serve: ServeFn, own_nats: NatsAccount, ledger: Ledger, tmp_path: Path, owner: str
 ) -> None:
     engine = await node.engine("alpha")
     port, home = free_port(), tmp_path / "shared"

@@ -26,7 +26,7 @@ from shared.ports import free_port
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.integration.gateway.test_process import answers, spawn
 from tests.support.fake_engine import WORDS, FakeEngine, FakeNode, Run, card_of, drain, speak
-from tests.support.servers import NatsServer
+from tests.support.nats_accounts import NatsAccount
 
 URL = "/v1/chat/completions"
 TEXT = "".join(WORDS)
@@ -179,7 +179,7 @@ async def test_response_over_the_message_limit_is_generated_once(gateway: Served
     assert len(engine.requests) == 1
 
 
-async def test_a_killed_gateways_generation_is_joined(node: FakeNode, serve: ServeFn, own_nats: NatsServer) -> None:
+async def test_a_killed_gateways_generation_is_joined(node: FakeNode, serve: ServeFn, own_nats: NatsAccount) -> None:
     paced = Paced()
     engine = await node.engine("alpha", paced)
     port = free_port()

@@ -12,13 +12,13 @@ from services.gateway.authorization import hash_key
 from shared.contracts.latencies import LatencyHistory
 from tests.integration.gateway.conftest import Served, ServeFn, chat, until_listed, until_running
 from tests.support.fake_engine import FakeNode, card_of
-from tests.support.servers import NatsServer
+from tests.support.nats_accounts import NatsAccount
 
 CARDS = (card_of("judged", slo={"ttft": 60.0}, aliases=("j",)), card_of("late", slo={"ttft": 1e-6}), card_of("plain"))
 
 
 @pytest.fixture
-async def node(own_nats: NatsServer) -> AsyncIterator[FakeNode]:
+async def node(own_nats: NatsAccount) -> AsyncIterator[FakeNode]:
     found = FakeNode(own_nats.url)
     await found.start(*CARDS)
     yield found

@@ -231,6 +231,7 @@ async def linked(nats: NatsServer) -> AsyncIterator[Link]:
         await link.cut()
 
 
+@pytest.mark.own_nats_server
 async def test_reconnected_gateway_reads_missed_messages(node: FakeNode, serve: ServeFn, own_nats: NatsServer) -> None:
     """The engine completes a response while the gateway has no connection to NATS."""
     go = asyncio.Event()

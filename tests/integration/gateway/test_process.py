@@ -16,6 +16,7 @@ import pytest
 from shared.ports import free_port
 from tests.integration.gateway.conftest import chat, until
 from tests.support.fake_engine import FakeNode, hang
+from tests.support.nats_accounts import NatsAccount
 from tests.support.servers import NatsServer
 
 ROOT = Path(__file__).parents[3]
@@ -119,7 +120,7 @@ async def test_gateway_without_nats_answers_503_until_it_is_available() -> None:
     assert status == 0
 
 
-async def test_sigterm_ends_streams_in_order_and_logs_no_prompt(node: FakeNode, own_nats: NatsServer) -> None:
+async def test_sigterm_ends_streams_in_order_and_logs_no_prompt(node: FakeNode, own_nats: NatsAccount) -> None:
     port = free_port()
     base = f"http://127.0.0.1:{port}"
     process = await spawn(THAW_NATS_URL=own_nats.url, THAW_GATEWAY_PORT=str(port), THAW_DRAIN_TIMEOUT="0.2")

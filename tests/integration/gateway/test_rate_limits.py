@@ -28,7 +28,7 @@ from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, unt
 from tests.integration.gateway.test_api_keys import output_of, thaw
 from tests.integration.gateway.test_key_scopes import add, client_of, pair, status_of
 from tests.support.fake_engine import FakeNode, hang
-from tests.support.servers import NatsServer
+from tests.support.nats_accounts import NatsAccount
 
 __all__ = ["pair"]
 ASK: dict[str, Any] = {"model": "alpha", "messages": [{"role": "user", "content": "Hi"}]}
@@ -91,7 +91,7 @@ async def test_clients_receive_limits_in_headers_and_a_refusal_with_a_time_to_re
     assert "ci" in error.message
 
 
-async def test_requests_do_not_ask_a_frozen_gateway_one_after_the_other(own_nats: NatsServer, tmp_path: Path) -> None:
+async def test_requests_do_not_ask_a_frozen_gateway_one_after_the_other(own_nats: NatsAccount, tmp_path: Path) -> None:
     asked: list[bytes] = []
 
     async def receive(message: Msg) -> None:
@@ -110,7 +110,7 @@ async def test_requests_do_not_ask_a_frozen_gateway_one_after_the_other(own_nats
     await mesh.stop()
 
 
-async def test_a_pause_of_this_process_gives_its_keys_no_second_budget(own_nats: NatsServer, tmp_path: Path) -> None:
+async def test_a_pause_of_this_process_gives_its_keys_no_second_budget(own_nats: NatsAccount, tmp_path: Path) -> None:
     mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
     await mesh.start()
     own, other = (RateLimiter(mesh, name, KeyStore(KeyMarker(tmp_path))) for name in ("own", "other"))

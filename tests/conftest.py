@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 from xdist.remote import Producer
 
-from tests.support import forking, prepared_database, what_ran
+from tests.support import forking, pauses, prepared_database, what_ran
 from tests.support.by_folder import ByFolder
 from tests.support.examples import examples
 from tests.support.reaping import tie_to_this_process
@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     A worker ignores SIGINT; processes that a test starts and interrupts would inherit that.
     """
     tie_to_this_process()
+    pauses.install()
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     elif (out := config.getoption(what_ran.OPTION)) is not None:

@@ -46,6 +46,7 @@ from shared.errors import InstanceDraining, NotFound, ThawError
 from shared.messaging import Mesh
 from shared.messaging.streams import catalog_bucket
 from shared.settings import CommonSettings
+from tests.support.patient_mesh import PatientMesh
 
 DEVICE_S = 0.25
 """Seconds of the device that each response in tokens reports."""
@@ -272,7 +273,7 @@ class FakeNode:
     """Announces engines; records the demand it receives; publishes the catalogue."""
 
     def __init__(self, nats_url: str, name: str = "fake") -> None:
-        self.mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_url)), f"test-{name}")
+        self.mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_url)), f"test-{name}")
         self.name = name
         self.engines: dict[str, FakeEngine] = {}
         self.demand: list[Demand] = []

@@ -4,6 +4,7 @@ It is a real process that listens, streams, forks and misbehaves as requested. `
 accepts only the options, and serves only the endpoints, that the engine's documentation publishes.
 
     --ready-after S   prints a word each 0.1 s until then, and listens after it
+    --ready-with FILE the same until FILE exists
     --mute            listens and is healthy, and every generation fails
     --fork            has a child that leaves its session and ignores SIGTERM
     --retitle         has a child whose environment cannot be read from outside, as that of a
@@ -23,6 +24,7 @@ accepts only the options, and serves only the endpoints, that the engine's docum
 
 A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status};
 {"adapter": true} answers with the weights of the LoRA adapter that the request names;
+{"until": file} ends a stream once the file exists;
 {"mute": true} holds from then on, {"eat": true} takes memory without end; {"says": text} makes one
 like vLLM generate that (fake_tokens.py). A text asks for the digests of images (fake_digests.py).
 GET /stats returns options, environment and calls.
@@ -135,6 +137,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(name, type=float, default=0.0)
     parser.add_argument("--ballast", type=int, default=0)
     parser.add_argument("--hold-pull", type=Path)
+    parser.add_argument("--ready-with", type=Path)
     parser.add_argument("--change", choices=("refuse", "nan", "exit"))
     for name in ("--mute", "--fork", "--share", "--retitle", "--ignore-term", "--hoard", "--no-reload"):
         parser.add_argument(name, action="store_true")
@@ -296,7 +299,7 @@ class Fake:
             return StreamingResponse(events, media_type="text/event-stream")
         tokens = int(fake.get("tokens", body.get("max_tokens") or 4))
         if body.get("stream"):
-            events = self._events(request, body, chat, tokens, float(fake.get("pace", 0.0)))
+            events = self._events(body, chat, tokens, float(fake.get("pace", 0.0)), fake.get("until"))
             return StreamingResponse(events, media_type="text/event-stream")
         text = f"{self.name}: " if fake.get("named") else self.lora.describe(body.get("model")) if fake.get("adapter") else ""
         text += "".join(_token(i, "x" if self.dropped else "t") for i in range(tokens))
@@ -304,12 +307,14 @@ class Fake:
         choice = {"index": 0, "finish_reason": "stop", **({"message": message} if chat else {"text": text})}
         return JSONResponse({"id": "x", "model": body.get("model"), "choices": [choice], "usage": _usage(tokens)})
 
-    async def _events(self, request: Request, body: Any, chat: bool, tokens: int, pace: float) -> AsyncIterator[str]:
+    async def _events(self, body: Any, chat: bool, tokens: int, pace: float, until: str | None) -> AsyncIterator[str]:
         done = False
         try:
             for i in range(tokens):
                 delta = {"delta": {"content": _token(i)}} if chat else {"text": _token(i)}
                 yield f"data: {json.dumps({'id': 'x', 'model': body.get('model'), 'choices': [{'index': 0, **delta}]})}\n\n"
+                if until is not None and Path(until).exists():
+                    break
                 if pace:
                     await asyncio.sleep(pace)
             if (body.get("stream_options") or {}).get("include_usage"):
@@ -471,7 +476,7 @@ def main() -> None:
             sys.exit(follow(options))
         ranks = meet(options)
     until = time.monotonic() + options.ready_after
-    while time.monotonic() < until:
+    while time.monotonic() < until or (options.ready_with is not None and not options.ready_with.exists()):
         sys.stderr.write("still loading\n")
         time.sleep(0.1)
     if options.die_after:

@@ -19,6 +19,7 @@ from shared.settings import CommonSettings
 from tests.integration.engine.processes import exited, forked
 from tests.support.engines import Engines, ZygoteClient, ZygoteProcess
 from tests.support.paced_zygote import MODULE, Pace
+from tests.support.patient_mesh import PatientMesh
 from tests.support.segments import FakeLoader, card_of
 from tests.support.servers import NatsServer
 
@@ -96,7 +97,7 @@ def pace(tmp_path: Path) -> Pace:
 
 @pytest.fixture
 async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
+    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
     await mesh.start()
     yield mesh
     await mesh.stop()

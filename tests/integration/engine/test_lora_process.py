@@ -108,7 +108,7 @@ async def test_cancelled_request_leaves_no_adapter_load(
     assert (await engines.settled(start.instance_id)).state == "ready"
     loader.hold_data()
     try:
-        stream = await engines.ask(start.instance_id, "completion", deadline_ms=300, adapter=cards[0], **ASKED)
+        stream = await engines.ask(start.instance_id, "completion", deadline_ms=3_000, adapter=cards[0], **ASKED)
         last = await stream.last()
         assert last.error.code == "deadline_exceeded"
         loader.release_data()

@@ -100,7 +100,7 @@ async def test_engine_that_serves_or_is_of_another_shape_refuses(hosts: Hosts, t
     ):
         with pytest.raises(Conflict, match="second and first differ"):
             await change(hosts, start, other)
-    slow = await hosts.ask(start.instance_id, "completion", prompt="x", stream=True, fake={"tokens": 200, "pace": 0.05})
+    slow = await hosts.ask(start.instance_id, "completion", prompt="x", stream=True, fake={"tokens": 10_000, "pace": 0.05})
     await slow.until(bool)
     with pytest.raises(InstanceBusy):
         await change(hosts, start, card_of(tmp_path, "second"))
@@ -118,7 +118,7 @@ async def test_stop_signal_during_a_change_leaves_no_process(hosts: Hosts, tmp_p
     engine = (await hosts.settled(start.instance_id)).hosted
     successor = await change(hosts, start, card_of(tmp_path, "second"))
     hosts.processes[-1].terminate()
-    await asyncio.to_thread(hosts.processes[-1].wait, 30)
+    await asyncio.to_thread(hosts.processes[-1].wait, 60)
     assert engine is not None
     assert not [pid for pid in engine.pids if os.path.exists(f"/proc/{pid}")]  # noqa: PTH110  # async
     await hosts.left_nothing(successor.instance_id)

@@ -123,7 +123,7 @@ async def test_socket_is_removed_after_the_host_exits(hosts: Hosts, how: signal.
     instance, run = await ready(hosts, hosted_card("engine://m", command=command, memory=MIB))
     assert list(run.iterdir())
     os.kill(hosts.reports[instance][-1].pid, how)
-    hosts.processes[-1].wait(20)
+    hosts.processes[-1].wait(60)
 
     async def left() -> list[Path]:
         return list(run.iterdir())

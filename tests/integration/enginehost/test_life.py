@@ -42,16 +42,22 @@ async def test_healthy_engine_that_generates_nothing_never_becomes_ready(hosts: 
     await hosts.left_nothing(start.instance_id)
 
 
-async def test_slow_start_reports_progress_and_becomes_ready(hosts: Hosts) -> None:
-    start = hosts.host(fake_card("--ready-after", "2.5"))
+async def test_slow_start_reports_progress_and_becomes_ready(hosts: Hosts, tmp_path: Path) -> None:
+    may_end = tmp_path / "may end"
+    start = hosts.host(fake_card("--ready-with", str(may_end)))
+
+    def shown() -> list[float]:
+        return [r.progress for r in hosts.reports[start.instance_id] if r.state == "loading"]
+
+    await hosts.reported(start.instance_id, lambda _: len(set(shown())) >= 3)
+    may_end.touch()
     assert (await hosts.settled(start.instance_id)).state == "ready"
-    shown = [r.progress for r in hosts.reports[start.instance_id] if r.state == "loading"]
-    assert shown == sorted(shown)
-    assert len(set(shown)) >= 3
+    assert shown() == sorted(shown())
 
 
 async def test_ready_timeout_limits_the_whole_start(hosts: Hosts) -> None:
-    start = hosts.host(fake_card("--ready-after", "60", ready_timeout=10))
+    loading = ["sh", "-c", "while sleep 0.1; do echo still loading; done", "engine", "{port}"]
+    start = hosts.host(hosted_card("engine://m", command=loading, memory=MIB, ready_timeout=5))
     report = await hosts.settled(start.instance_id)
     assert report.error is not None
     assert "ready_timeout" in report.error.message

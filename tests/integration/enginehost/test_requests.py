@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ async def test_a_cancelled_request_stops_the_engine(hosts: Hosts) -> None:
 
 async def test_request_past_its_deadline_fails_and_stops_the_engine(hosts: Hosts) -> None:
     instance = await ready(hosts)
-    answer = await hosts.whole(instance, "chat", deadline_ms=300, messages=[], stream=True, fake={"tokens": 10_000, "pace": 0.01})
+    answer = await hosts.whole(instance, "chat", deadline_ms=3_000, messages=[], stream=True, fake={"tokens": 10_000, "pace": 0.01})
     assert answer.error is not None
     assert answer.error.code == "deadline_exceeded"
     await hosts.eventually(lambda: seen(hosts, instance), lambda s: s["cancelled"] == 1)
@@ -135,15 +136,17 @@ async def test_a_crash_during_a_response_reaches_the_client_and_the_node(hosts: 
 
 
 @pytest.mark.parametrize("what", ["draining", "asleep"])
-async def test_host_that_is_not_serving_refuses_immediately(hosts: Hosts, what: str) -> None:
+async def test_host_that_is_not_serving_refuses_immediately(hosts: Hosts, what: str, tmp_path: Path) -> None:
     from shared.contracts.engine import DrainEngine, EngineAsleep, SleepEngine
 
-    instance = await ready(hosts)
+    instance, may_end = await ready(hosts), tmp_path / "may end"
     control = subjects.engine_control(instance)
     if what == "asleep":
         await hosts.mesh.request(control, SleepEngine(), EngineAsleep)
     else:
-        running = await hosts.ask(instance, "chat", messages=[], stream=True, fake={"tokens": 300, "pace": 0.01})
+        running = await hosts.ask(
+            instance, "chat", messages=[], stream=True, fake={"tokens": 10_000, "pace": 0.01, "until": str(may_end)}
+        )
         await running.until(lambda r: any(isinstance(x, InferData) for x in r))
         await hosts.mesh.nc.publish(control, DrainEngine().model_dump_json().encode())
         await hosts.reported(instance, lambda r: r.state == "draining")
@@ -151,5 +154,6 @@ async def test_host_that_is_not_serving_refuses_immediately(hosts: Hosts, what: 
     assert answer.error is not None
     assert answer.error.code == "instance_draining"
     if what == "draining":
+        may_end.touch()
         await running.until(lambda r: isinstance(r[-1], InferEnd))
         await hosts.reported(instance, lambda r: r.state == "stopped")

@@ -53,7 +53,7 @@ async def test_cut_anywhere_and_resumed(hosts: Hosts, instance: str, says: str, 
 
 async def test_read_and_prepared_as_any(hosts: Hosts, instance: str) -> None:
     control = subjects.engine_control(instance)
-    stream = await hosts.ask(instance, "completion", **asked(PLAIN * 5, fake={"says": PLAIN * 5, "pace": 0.02}))
+    stream = await hosts.ask(instance, "completion", **asked(PLAIN * 5, fake={"says": PLAIN * 5, "pace": 0.1}))
     await stream.until(lambda r: sum(isinstance(x, InferData) for x in r) > 4)
     read = await hosts.mesh.request(control, ReadTokens(request_id=stream.request_id), TokensRead)
     assert read.prompt_token_ids == (tuple(prompt_of({"prompt": "Hello"})),)
@@ -69,7 +69,7 @@ async def test_a_response_with_missing_tokens_is_not_moved(hosts: Hosts, instanc
     If its engine dies, it resumes from the last known token; a sampled response cannot resume.
     """
     control = subjects.engine_control(instance)
-    stream = await hosts.ask(instance, "completion", **asked(TORN, fake={"says": TORN * 5, "pace": 0.02}))
+    stream = await hosts.ask(instance, "completion", **asked(TORN, fake={"says": TORN * 5, "pace": 0.1}))
     await stream.until(lambda r: len("".join(d.text for x in r if isinstance(x, InferData) for d in x.progress)) > BEFORE + 1)
     (running,) = (await hosts.mesh.request(control, ListRequests(), RequestsListed)).requests
     assert "did not report all" in running.fixed

@@ -45,7 +45,7 @@ def test_shared_memory_of_a_killed_engine_is_removed_and_that_of_others_kept(of_
     token = secrets.token_hex(8)
     reading, writing = os.pipe()
     argv = [sys.executable, "-IS", reaper.__file__, f"{reaper.VARIABLE}={token}", ""]
-    subprocess.run(argv, stdin=reading, start_new_session=True, check=True, timeout=30)
+    subprocess.run(argv, stdin=reading, start_new_session=True, check=True, timeout=60)
     os.close(reading)
     engine = subprocess.Popen(
         [sys.executable, "-c", ENGINE, of_another.name],
@@ -60,7 +60,7 @@ def test_shared_memory_of_a_killed_engine_is_removed_and_that_of_others_kept(of_
         assert own.exists()
         os.write(writing, f"{engine.pid} {reaper.read_start_time(engine.pid)}".encode())
         os.close(writing)  # the end of the host
-        assert engine.wait(30) == -9
+        assert engine.wait(60) == -9
     assert reaper.find_shared_memory(os.getpid()), "this test has a segment of its own mapped"
     until(lambda: not own.exists(), what="the reaper has removed it")
     assert (Path("/dev/shm") / of_another.name).exists()

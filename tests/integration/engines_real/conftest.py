@@ -25,6 +25,7 @@ from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.support import forked_vllm
 from tests.support.hosted import Hosts, hosted_card
+from tests.support.patient_mesh import PatientMesh
 from tests.support.real_engines import directory as engines_directory
 from tests.support.real_engines import llama_server, python_of
 from tests.support.servers import NatsServer
@@ -224,7 +225,7 @@ def real(request: pytest.FixtureRequest) -> RealEngine:
 
 @pytest.fixture
 async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
+    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
     await mesh.start()
     yield mesh
     await mesh.stop()

@@ -359,7 +359,7 @@ async def _killed(process: Process) -> None:
 
 async def _has_requests(port: int) -> bool:
     """Return whether the gateway has requests at an engine, by its metrics."""
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         text = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
     return any(row.startswith("thaw_requests_in_flight") and not row.endswith(" 0.0") for row in text.splitlines())
 

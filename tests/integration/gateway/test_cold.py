@@ -39,7 +39,7 @@ async def test_hundred_requests_wake_one_model(gateway: Served, node: FakeNode) 
 async def test_a_full_queue_refuses_with_a_time_to_retry(gateway: Served, node: FakeNode) -> None:
     waiting = [asyncio.create_task(gateway.http.post(URL, json=chat("beta"))) for _ in range(2)]
     await node.until_demand(lambda: any(d.model == "beta" for d in node.demand))
-    await until(lambda: _queued(gateway, "beta", 2))
+    await until(lambda: queued(gateway, "beta", 2))
     refused = await gateway.http.post(URL, json=chat("beta"))
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "queue_full"
@@ -50,7 +50,7 @@ async def test_a_full_queue_refuses_with_a_time_to_retry(gateway: Served, node: 
     assert [a.status_code for a in await asyncio.gather(*waiting)] == [200, 200]
 
 
-async def _queued(gateway: Served, model: str, count: int) -> bool:
+async def queued(gateway: Served, model: str, count: int) -> bool:
     text = (await gateway.http.get("/metrics")).text
     return f'thaw_queue_length{{gen_ai_request_model="{model}"}} {count:.1f}' in text
 
@@ -259,7 +259,7 @@ async def test_a_late_scheduler_receives_the_demand(serve: ServeFn, own_nats: Na
         async with serve() as gateway:
             await until_listed(gateway, (card_of("alpha"),))
             waiting = asyncio.create_task(gateway.http.post(URL, json=chat()))
-            await until(lambda: _queued(gateway, "alpha", 1))
+            await until(lambda: queued(gateway, "alpha", 1))
             late = FakeNode(own_nats.url, "late")
             await late.start()
             await late.until_demand(lambda: len(late.demand) > 0)

@@ -10,6 +10,7 @@ import pytest
 from nats.errors import Error as NatsError
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from services.gateway.adapters import prompt_length
 from services.gateway.authorization import hash_key
 from shared.contracts import subjects
 from shared.contracts.admin import (
@@ -223,7 +224,7 @@ async def _lists(gateway: Served, model: str, there: bool) -> bool:
 async def _registered(node: FakeNode, card: ModelCard) -> bool:
     """True if JetStream, which restarts slowly, has stored the card."""
     try:
-        bucket = await catalog_bucket(node.mesh.nc.jetstream(timeout=0.5))
+        bucket = await catalog_bucket(node.mesh.nc.jetstream(timeout=2))
         await bucket.put(subjects.token(card.name), card.model_dump_json().encode())
     except NatsError:
         return False
@@ -298,7 +299,7 @@ async def test_stopping_lets_a_stream_finish(node: FakeNode, serve: ServeFn) -> 
         await run.text("two")
         await run.finish(2)
 
-    async with serve() as gateway:
+    async with serve(drain_timeout=60.0) as gateway:
         await until_listed(gateway, CARDS)
         await node.engine("alpha", paused)
         async with gateway.http.stream("POST", URL, json=chat(stream=True)) as answer:
@@ -314,7 +315,7 @@ async def test_stopping_lets_a_stream_finish(node: FakeNode, serve: ServeFn) -> 
 
 async def _refuses(gateway: Served) -> bool:
     try:
-        async with httpx.AsyncClient() as fresh:
+        async with httpx.AsyncClient(timeout=60) as fresh:
             return (await fresh.get(f"{gateway.base}/ready")).status_code == 503
     except httpx.TransportError:
         return True
@@ -349,13 +350,16 @@ async def test_slow_reader_is_cancelled_at_the_stream_buffer_limit(node: FakeNod
         assert "reads more slowly" in lines[-1]
 
 
-async def test_prompt_over_the_context_is_refused_by_the_models_tokenizer(gateway: Served, node: FakeNode, tmp_path: Any) -> None:
+async def test_prompt_over_the_context_is_refused_by_the_models_tokenizer(
+    gateway: Served, node: FakeNode, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_length, "_LOAD_TIMEOUT_S", 60.0)
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     card = card_of("small", context=10)
     card = card.model_copy(update={"info": card.info.model_copy(update={"source": str(tmp_path)})})
-    assert await _registered(node, card)
+    await until(lambda: _registered(node, card))
     await until(lambda: _lists(gateway, "small", True))
     engine = await node.engine("small")
     for words, status in ((9, 200), (10, 400)):

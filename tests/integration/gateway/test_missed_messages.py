@@ -232,8 +232,12 @@ async def linked(nats: NatsServer) -> AsyncIterator[Link]:
 
 
 @pytest.mark.own_nats_server
-async def test_reconnected_gateway_reads_missed_messages(node: FakeNode, serve: ServeFn, own_nats: NatsServer) -> None:
+async def test_reconnected_gateway_reads_missed_messages(
+    node: FakeNode, serve: ServeFn, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine completes a response while the gateway has no connection to NATS."""
+    for name in ("PROBE_AFTER_S", "IDLE_GRACE_S"):  # silence would find the messages, later
+        monkeypatch.setattr(failover, name, 3600.0)
     go = asyncio.Event()
     teller = Teller(SCRIPT, holding(9, go))
     engine = await node.engine("alpha", teller)
@@ -246,6 +250,6 @@ async def test_reconnected_gateway_reads_missed_messages(node: FakeNode, serve: 
         go.set()
         await stored(node, TOKENS + 2)
         await link.open()
-        answer = await asyncio.wait_for(waiting, failover.PROBE_AFTER_S / 2)
+        answer = await asyncio.wait_for(waiting, 60)
         assert content_of(answer.text) == TEXT
         assert (len(engine.requests), teller.resumed) == (1, [])

@@ -41,7 +41,7 @@ async def ended(process: Process) -> tuple[int | None, str]:
 
 async def answers(base: str, path: str) -> bool:
     try:
-        async with httpx.AsyncClient(base_url=base) as client:
+        async with httpx.AsyncClient(base_url=base, timeout=60) as client:
             return (await client.get(path)).status_code == 200
     except httpx.TransportError:
         return False
@@ -126,7 +126,7 @@ async def test_sigterm_ends_streams_in_order_and_logs_no_prompt(node: FakeNode, 
     process = await spawn(THAW_NATS_URL=own_nats.url, THAW_GATEWAY_PORT=str(port), THAW_DRAIN_TIMEOUT="0.2")
     await until(lambda: answers(base, "/v1/models/alpha"), within=60)
     engine = await node.engine("alpha", hang)
-    async with httpx.AsyncClient(base_url=base) as client:
+    async with httpx.AsyncClient(base_url=base, timeout=60) as client:
         body = chat(stream=True, messages=[{"role": "user", "content": "a secret"}])
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             lines = answer.aiter_lines()
@@ -166,5 +166,5 @@ async def test_a_request_waits_for_nats_longer_than_a_clients_retries_would() ->
 
 
 async def joined(base: str) -> bool:
-    async with httpx.AsyncClient(base_url=base) as client:
+    async with httpx.AsyncClient(base_url=base, timeout=60) as client:
         return "not connected to NATS yet" not in (await client.get("/ready")).text

@@ -9,10 +9,17 @@ from typing import Any
 import openai
 import pytest
 
+from services.gateway.adapters import response_store
 from shared.contracts import subjects
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, until_listed
 from tests.integration.gateway.test_responses import TEXT, client_of
 from tests.support.fake_engine import FakeNode
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a busy machine store responses as slowly as it does."""
+    monkeypatch.setattr(response_store, "_STORE_TIMEOUT_S", 60.0)
 
 
 async def create(gateway: Served, key: str = "none", **fields: Any) -> Any:

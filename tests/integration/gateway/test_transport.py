@@ -18,6 +18,8 @@ import openai
 import pytest
 
 from shared.contracts.node import InstanceState
+from shared.messaging import Mesh
+from shared.tasks import end
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.support.fake_engine import FakeNode, Run, hang
 
@@ -43,13 +45,13 @@ async def test_tls_gateway_serves_only_clients_that_trust_its_certificate(
     async with serve(tls_certificate=cert, tls_key=key) as served:
         await until_listed(served, CARDS)
         await node.engine("alpha")
-        trusting = httpx.AsyncClient(verify=ssl.create_default_context(cafile=str(cert)))
+        trusting = httpx.AsyncClient(verify=ssl.create_default_context(cafile=str(cert)), timeout=60)
         answer = await trusting.post(f"{served.base}{URL}", json=chat(stream=True))
         assert answer.text.endswith("data: [DONE]\n\n")
         await trusting.aclose()
         trust = os.environ | {"THAW_URL": served.base, "SSL_CERT_FILE": str(cert)}
         assert [(await _ps(trust))["code"], (await _ps(trust | {"SSL_CERT_FILE": ""}))["code"]] == ["unreachable", "certificate"]
-        async with httpx.AsyncClient() as doubting:
+        async with httpx.AsyncClient(timeout=60) as doubting:
             with pytest.raises(httpx.ConnectError):
                 await doubting.get(f"{served.base}/health")
             with pytest.raises(httpx.TransportError):
@@ -139,8 +141,8 @@ class Client:
         return left
 
 
-async def noticed_within(seconds: float, left: float, event: Any) -> None:
-    """Check that `event` occurs in time, not counting the event loop's own delay."""
+async def noticed_within(seconds: float, left: float, mesh: Mesh, event: Any) -> None:
+    """Check that `event` occurs in time, not counting the delays of the event loop and of NATS."""
     loop = asyncio.get_running_loop()
     late = 0.0
 
@@ -149,12 +151,13 @@ async def noticed_within(seconds: float, left: float, event: Any) -> None:
         while True:
             before = loop.time()
             await asyncio.sleep(0.005)
+            await mesh.nc.flush(60)
             late = max(late, loop.time() - before - 0.005)
 
     meter = asyncio.create_task(measure())
     await event
     took = loop.time() - left
-    meter.cancel()
+    await end(meter)
     assert took <= seconds + 10 * late, f"noticed after {took * 1e3:.0f} ms"
 
 
@@ -171,7 +174,7 @@ async def test_engine_stops_when_the_client_disconnects(
     if behaviour is hang and stream:
         await reader.readuntil(b"Hello")
     left = await client.leave()
-    await noticed_within(NOTICED_S, left, engine.until(lambda: len(engine.cancelled) == 1))
+    await noticed_within(NOTICED_S, left, node.mesh, engine.until(lambda: len(engine.cancelled) == 1))
     assert engine.cancelled == [engine.requests[0].request.request_id]
 
 
@@ -188,7 +191,7 @@ async def test_queue_and_load_end_when_the_last_client_disconnects(node: FakeNod
         await first.leave()
         await until(lambda: _waiting(served, 1))
         left = await second.leave()
-        await noticed_within(NOTICED_S, left, node.until_demand(lambda: node.demand[-1].waiting == 0))
+        await noticed_within(NOTICED_S, left, node.mesh, node.until_demand(lambda: node.demand[-1].waiting == 0))
         starting.state = InstanceState.READY
         await node.announce()
         third = await served.http.post(URL, json=chat())

@@ -236,11 +236,11 @@ async def _version(url: str) -> int:
 def test_an_endpoint_beyond_loopback_needs_a_key_and_is_warned_of(thaw: Thaw) -> None:
     document = thaw.json("up", "--detach", "--port", str(thaw.port), "--host", "0.0.0.0")
     assert "every request is refused" in document["warnings"][0]
-    assert httpx.get(f"{thaw.url}/v1/models").status_code == 401
-    assert httpx.get(f"{thaw.url}/admin/v1/keys").status_code == 401
+    assert httpx.get(f"{thaw.url}/v1/models", timeout=60).status_code == 401
+    assert httpx.get(f"{thaw.url}/admin/v1/keys", timeout=60).status_code == 401
     findings = {f["subject"]: f for f in thaw.json("doctor")["findings"]}
     assert findings["keys"]["level"] == "warn"
     key = thaw.json("keys", "add", "alice")["key"]
-    assert httpx.get(f"{thaw.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+    assert httpx.get(f"{thaw.url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=60).status_code == 200
     findings = {f["subject"]: f for f in thaw.json("doctor")["findings"]}
     assert findings["keys"]["level"] == "ok"

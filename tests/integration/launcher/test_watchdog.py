@@ -158,7 +158,7 @@ def test_exit_status_follows_from_the_arguments_and_setting(arguments: list[str]
         env=environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert done.returncode == status

@@ -31,6 +31,7 @@ from shared.contracts.segment import segment_prefix
 from shared.errors import Unreachable
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
+from tests.support.patient_mesh import PatientMesh
 from tests.support.servers import NatsServer
 
 SHM = Path("/dev/shm")
@@ -118,18 +119,18 @@ class Client:
 
     async def card(self, source: Path | str, name: str = "m", *, trust_remote_code: bool = False) -> ModelCard:
         spec = ModelSpec(name=name, source=str(source), trust_remote_code=trust_remote_code)
-        found = await self.mesh.request(self._subject, InspectModel(spec=spec, deadline_ms=30_000), Inspected)
+        found = await self.mesh.request(self._subject, InspectModel(spec=spec, deadline_ms=60_000), Inspected)
         return ModelCard(spec=spec, info=found.info, created=0)
 
     async def prepare(self, instance: str, card: ModelCard, token: int = 1) -> Message:
         return await self.mesh.request(self._subject, PrepareWeights(token=token, instance_id=instance, card=card), Done)
 
-    async def attach(self, instance: str, card: ModelCard, until: str = "complete", deadline_ms: int = 30_000) -> WeightsAttached:
+    async def attach(self, instance: str, card: ModelCard, until: str = "complete", deadline_ms: int = 60_000) -> WeightsAttached:
         ask = AttachWeights.model_validate({"instance_id": instance, "card": card, "until": until, "deadline_ms": deadline_ms})
         return await self.mesh.request(self._subject, ask, WeightsAttached)
 
     async def release(self, instance: str) -> int:
-        ask = ReleaseWeights(instance_id=instance, deadline_ms=10_000)
+        ask = ReleaseWeights(instance_id=instance, deadline_ms=60_000)
         return (await self.mesh.request(self._subject, ask, WeightsReleased)).freed_bytes
 
 
@@ -144,7 +145,7 @@ def loader(nats_server: NatsServer, tmp_path: Path) -> Iterator[LoaderProcess]:
 
 @pytest.fixture
 async def client(loader: LoaderProcess, nats_server: NatsServer) -> AsyncIterator[Client]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
+    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
     await mesh.start()
     client = Client(mesh, loader.node)
     await client.until_served()

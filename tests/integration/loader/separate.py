@@ -21,6 +21,7 @@ from shared.mapping import map_extents
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.integration.loader.conftest import Client
+from tests.support.patient_mesh import PatientMesh
 from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import write_checkpoint
 from weights.convert.job import convert
@@ -103,7 +104,7 @@ async def separate_loader(
 
     `devices`: as THAW_DEVICES. `cache_bytes`: of its SSD cache, under `home`.
     """
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
+    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
     await mesh.start()
     loader = SeparateLoader(mesh, node)
     await mesh.listen(subjects.loader_status(node), LoaderStatus, loader.hear).start()

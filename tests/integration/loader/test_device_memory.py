@@ -17,9 +17,9 @@ from shared.contracts import subjects
 from shared.contracts.loader import AttachWeights, LoaderStatus, WeightsAttached
 from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
 from shared.contracts.segment import CudaIpcHandle
-from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.integration.loader.conftest import Client
+from tests.support.patient_mesh import PatientMesh
 from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import write_checkpoint
 from tests.unit.loader.devices.fake_driver import FakeDriver
@@ -35,7 +35,7 @@ async def test_stopping_status_precedes_the_release_of_device_memory(
     monkeypatch.setattr(app, "has_driver", lambda: True)
     monkeypatch.setattr(app, "load_driver", lambda: driver)
     monkeypatch.setattr(app, "group_bytes", lambda *_, cache: 1 << 20)
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
+    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
     await mesh.start()
     statuses: list[LoaderStatus] = []
 
@@ -53,7 +53,7 @@ async def test_stopping_status_precedes_the_release_of_device_memory(
     await client.until_served()
     write_checkpoint(tmp_path / "m")
     card = await client.card(tmp_path / "m")
-    ask = AttachWeights(instance_id="a", card=card, until="complete", device="cuda:0", deadline_ms=30_000)
+    ask = AttachWeights(instance_id="a", card=card, until="complete", device="cuda:0", deadline_ms=60_000)
     assert (await mesh.request(subjects.loader_command(NODE), ask, WeightsAttached)).handle is None  # no setting allows it
     says = (Capability(name=WEIGHTS_ON_GPU, available=True),)
     await mesh.publish(subjects.node_status(NODE), NodeStatus(node=NODE, boot_id="b", seq=1, devices=(), capabilities=says))

@@ -40,7 +40,7 @@ async def load_and_release(
     write_checkpoint(directory, tensors(megabytes=megabytes))
     card = await client.card(directory, directory.name)
     found = await client.attach(instance, card)
-    ask = ReleaseWeights(instance_id=instance, deadline_ms=10_000)
+    ask = ReleaseWeights(instance_id=instance, deadline_ms=60_000)
     released = await client.mesh.request(client._subject, ask, WeightsReleased)
     assert (released.freed_bytes, released.cached_bytes) == (0, found.total_bytes)
     return card, found

@@ -93,7 +93,7 @@ class Bed:
 
     async def attach(self, instance: str) -> PagesHandle:
         name = instance.partition("-")[0]
-        ask = AttachWeights(instance_id=instance, card=self.cards[name], until="complete", device="cpu:1", deadline_ms=20_000)
+        ask = AttachWeights(instance_id=instance, card=self.cards[name], until="complete", device="cpu:1", deadline_ms=60_000)
         found = await self._client.mesh.request(self._command, ask, WeightsAttached)
         assert isinstance(found.handle, PagesHandle), found.device_error
         return found.handle

@@ -85,7 +85,7 @@ async def test_watermarks_are_sent_while_bytes_arrive(loader: LoaderProcess, cli
 
 async def test_refused_requests_are_typed(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     def ask(**what: str) -> None:
-        attach(path_of(loader), timeout=20, **what)  # type: ignore[arg-type]  # either of two strings
+        attach(path_of(loader), timeout=60, **what)  # type: ignore[arg-type]  # either of two strings
 
     with pytest.raises(CheckpointInvalid, match="does not exist"):
         await asyncio.to_thread(ask, source="/nowhere")

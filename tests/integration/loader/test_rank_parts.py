@@ -75,7 +75,7 @@ async def test_prepared_part_is_the_one_that_the_rank_attaches(
     args = {"load_format": "thaw", "tensor_parallel_size": RANKS}
     spec = ModelSpec(name="m", source=str(model), engine="vllm", stages=RANKS, engine_args=args)
     subject = subjects.loader_command(loader.node)
-    info = (await client.mesh.request(subject, InspectModel(spec=spec, deadline_ms=30_000), Inspected)).info
+    info = (await client.mesh.request(subject, InspectModel(spec=spec, deadline_ms=60_000), Inspected)).info
     assert info.ranks == (RANKS if model.name == "divided" else 1)
     parts = tuple(DevicePart(holder=f"i+s{i}", rank=RankOf(index=i, count=RANKS)) for i in range(RANKS))
     card = ModelCard(spec=spec, info=info, created=0)

@@ -82,7 +82,7 @@ async def client(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Clien
 
 
 async def load(client: Client, instance: str, card: ModelCard) -> WeightsAttached:
-    ask = AttachWeights(instance_id=instance, card=card, until="complete", device=DEVICE, deadline_ms=30_000)
+    ask = AttachWeights(instance_id=instance, card=card, until="complete", device=DEVICE, deadline_ms=60_000)
     found = await client.mesh.request(subjects.loader_command(NODE), ask, WeightsAttached)
     assert found.device_error is None
     return found

@@ -75,6 +75,7 @@ class TierServer:
         return [r for r in self.requests if r.path.endswith(name)]
 
     def close(self) -> None:
+        self.dead.set()
         self.unblocked.set()
         self._server.shutdown()
         self._server.server_close()
@@ -149,12 +150,12 @@ class _Handler(BaseHTTPRequestHandler):
         step = 64 * 1024
         if faults.stall_from is not None and start >= faults.stall_from:
             self.server_of.stalled.set()
-            self.server_of.unblocked.wait(30)
+            self.server_of.unblocked.wait(600)
         try:
             for at in range(0, len(data), step):
                 if faults.stall_after is not None and at >= faults.stall_after:
                     self.server_of.stalled.set()
-                    self.server_of.unblocked.wait(30)
+                    self.server_of.unblocked.wait(600)
                 piece = data[at : at + step]
                 if cut is not None and at + len(piece) > cut:
                     self.wfile.write(piece[: cut - at])

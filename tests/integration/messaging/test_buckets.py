@@ -195,7 +195,7 @@ async def test_watcher_queries_expired_entries_only_once(mesh: Mesh, monkeypatch
         asked += 1
         return await status(self)
 
-    bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1, ttl=0.2)
+    bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1, ttl=1.0)
     await bucket.put("a", b"1")
     async with asyncio.timeout(60):
         while (await status(bucket)).values:  # noqa: ASYNC110 - the condition is in the NATS server
@@ -218,7 +218,7 @@ async def test_no_consumer_stays_behind(mesh: Mesh) -> None:
     bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
     await bucket.put("a", b"1")
     async with watching(bucket) as one, watching(bucket, "a") as other:
-        assert (await one.updates(timeout=30)).value == (await other.updates(timeout=5)).value == b"1"
+        assert (await one.updates(timeout=60)).value == (await other.updates(timeout=60)).value == b"1"
         assert await consumers(mesh) == 2
     async with watched(mesh) as changes:
         await changes.until({"a": b"1"})
@@ -229,7 +229,7 @@ async def test_ordered_consumer_has_no_polling_task(mesh: Mesh) -> None:
     """nats-py's task wakes four times a second, and has nothing to do for a watcher."""
     bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
     async with watching(bucket) as watcher:
-        await watcher.updates(timeout=30)
+        await watcher.updates(timeout=60)
         async with asyncio.timeout(60):
             await asyncio.wait([watcher._sub._sub._jsi._fctask])
 
@@ -242,7 +242,7 @@ async def test_flow_control_is_answered(mesh: Mesh) -> None:
         await bucket.put(str(key), value)
     async with watching(bucket) as watcher, asyncio.timeout(60):
         found = 0
-        while (await watcher.updates(timeout=4)) is not None:
+        while (await watcher.updates(timeout=60)) is not None:
             found += 1
             await asyncio.sleep(0.01)  # so that messages wait in the client when the server asks
     assert found == ENTRIES
@@ -268,7 +268,7 @@ async def test_watch_that_ended_while_disconnected_is_not_restored(own_nats: Nat
     async with connected(own_nats) as mesh:
         bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
         async with watching(bucket) as watcher:
-            await watcher.updates(timeout=30)
+            await watcher.updates(timeout=60)
             subscription = watcher._sub
             assert subscription._id in mesh.nc._subs
             own_nats.kill()

@@ -33,7 +33,7 @@ async def test_messages_arrive_after_a_flush_was_cancelled(nats_server: NatsServ
         assert mesh.nc._pongs_received >= answered + 2, "the cancelled flush was answered too"
         subscription = await mesh.nc.subscribe("greeting.flush")
         await mesh.nc.publish("greeting.flush", b"hello")
-        assert (await subscription.next_msg(timeout=30)).data == b"hello"
+        assert (await subscription.next_msg(timeout=60)).data == b"hello"
     finally:
         await mesh.stop()
 

@@ -41,6 +41,7 @@ from shared.settings import CommonSettings
 from shared.sizing import need_of
 from tests.support.followed_node import follow_node
 from tests.support.groups import remove_groups
+from tests.support.patient_mesh import PatientMesh
 
 MIB = 1024 * 1024
 WITHIN_S = 60.0
@@ -98,11 +99,12 @@ class Node:
         await self.loader_on()
         await self.start_agent()
 
-    async def start_agent(self) -> None:
-        """Wait for this agent's report: a killed agent's last messages may still arrive."""
+    async def start_agent(self) -> NodeStatus:
+        """Return this agent's first status: a killed agent's last messages may still arrive."""
         earlier = {s.boot_id for s in self.statuses}
         self.process = self._spawn()
         await self.until(lambda s: s.boot_id not in earlier)
+        return next(s for s in self.statuses if s.boot_id not in earlier)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with (self.home / "nodeagent.log").open("ab") as log:
@@ -293,7 +295,7 @@ async def gone(pid: int, within: float = WITHIN_S) -> bool:
 
 @contextlib.asynccontextmanager
 async def running_node(url: str, home: Path, **settings: str) -> AsyncIterator[Node]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(url)), "test")
+    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(url)), "test")
     node = Node(url, home, mesh, **settings)
     await mesh.start()
     try:

@@ -23,12 +23,17 @@ from tests.support.servers import NatsServer
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel_kills")]
 ASKED: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
 FAULTY = {"THAW_ZYGOTE_MODULE": "tests.support.faulty_zygote"}
+SHORT_STEPS = "5"
+"""Seconds of a step, for the test of one that does not end. Others may wait for a processor."""
 
 
 @pytest.fixture
-async def node(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[tuple[Node, list[ModelCard], Engines]]:
+async def node(
+    nats_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[Node, list[ModelCard], Engines]]:
     """Yield a node whose engines fail on certain prompts, its models, and a client."""
-    async with shared_node(nats_server.url, tmp_path, **FAULTY, THAW_STEP_TIMEOUT="2") as (node, cards):
+    limit = {"THAW_STEP_TIMEOUT": request.param} if hasattr(request, "param") else {}
+    async with shared_node(nats_server.url, tmp_path, **FAULTY, **limit) as (node, cards):
         yield node, cards, Engines(node.mesh, node.name, nats_server.url, tmp_path)
 
 
@@ -69,6 +74,7 @@ async def test_model_that_leaks_is_moved_to_a_process_of_its_own(node: tuple[Nod
     assert isinstance((await engines.answer("other", "completion", prompt="abc", **ASKED)).replies[-1], InferFinished)
 
 
+@pytest.mark.parametrize("node", [SHORT_STEPS], indirect=True, ids=["short steps"])
 async def test_step_that_does_not_end_ends_the_executor_and_its_model_is_never_shared_again(
     node: tuple[Node, list[ModelCard], Engines],
 ) -> None:

@@ -46,7 +46,7 @@ async def test_a_stop_proves_the_memory_free(node: Node) -> None:
 
 
 async def test_conditional_stop_of_a_busy_instance_is_refused(node: Node) -> None:
-    instance_id = await node.start({"tokens": 200, "pace": 0.05})
+    instance_id = await node.start({"tokens": 10_000, "pace": 0.05})
     await node.reaches(instance_id, READY)
     await begin_request(node, instance_id)
     with pytest.raises(InstanceBusy):
@@ -62,7 +62,7 @@ async def test_conditional_stop_of_an_idle_instance_succeeds(node: Node) -> None
 
 
 async def test_a_drain_lets_running_requests_finish(node: Node) -> None:
-    instance_id = await node.start({"tokens": 10, "pace": 0.05})
+    instance_id = await node.start({"tokens": 40, "pace": 0.05})
     await node.reaches(instance_id, READY)
     finished = asyncio.Event()
 
@@ -73,7 +73,6 @@ async def test_a_drain_lets_running_requests_finish(node: Node) -> None:
     await node.mesh.nc.subscribe(f"t.{instance_id}", cb=on_message)
     await begin_request(node, instance_id)
     await node.stop(instance_id)
-    assert node.instance(instance_id).state in (READY, DRAINING)
     await node.reaches(instance_id, STOPPED)
     assert finished.is_set()
 
@@ -172,11 +171,11 @@ async def test_an_unknown_instance_is_stopped_already(node: Node) -> None:
 
 
 async def test_start_without_progress_fails_and_a_slow_one_continues(node: Node) -> None:
-    slow = await node.start({"ready_after": 4.0, "progress_every": 0.2}, init_timeout=3.0)
-    stuck = await node.start({"never_ready": True}, init_timeout=3.0)
+    slow = await node.start({"ready_after": 10.0, "progress_every": 0.2}, init_timeout=8.0)
+    stuck = await node.start({"never_ready": True}, init_timeout=8.0)
     status = await node.reaches(stuck, FAILED)
     assert status.error is not None
-    assert "no progress for 3 s" in status.error.message
+    assert "no progress for 8 s" in status.error.message
     await node.reaches(slow, READY)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from pydantic import SecretStr
 
 from services.scheduler.adapters.database import plain_url
 from services.scheduler.app import run
+from services.scheduler.domain.policy import Policy
 from services.scheduler.settings import SchedulerSettings
 from shared.contracts import subjects
 from shared.contracts.admin import AddModels, ClusterView, ExplainPlan, ModelsAdded, ViewCluster, ViewMigrations
@@ -29,10 +30,18 @@ from shared.errors import DeadlineExceeded, Unavailable
 from shared.messaging import Mesh
 from shared.telemetry.ids import SystemIds
 from tests.support.fake_node import FakeNode
+from tests.support.patient_mesh import patient
 from tests.support.servers import NatsServer
 from tests.support.shared_heap import shared_heap  # noqa: F401
 
 QUESTIONS = (ViewCluster, ExplainPlan, ViewMigrations)
+
+
+class PatientSettings(SchedulerSettings):
+    """Settings with which demand that a test reports once counts as long as the test waits."""
+
+    def rules(self) -> Policy:
+        return replace(super().rules(), demand_lost_after_s=120.0)
 
 
 @dataclass
@@ -61,9 +70,10 @@ class Site:
     async def ask(self, message: Request, reply: type[Any]) -> Any:
         """Send a request to the leader, once there is one.
 
-        Repeats a request without effect if no reply arrives: the server may be too slow on a busy
-        machine.
+        Repeats a request without effect if no reply arrives: the leader may have been killed.
         """
+        if not isinstance(message, QUESTIONS):
+            message = patient(message)
         async with asyncio.timeout(60):  # with the start of a database, beside other suites
             while True:
                 try:
@@ -82,7 +92,7 @@ class Site:
 
     async def demand(self, model: str, waiting: int, **more: Any) -> DemandNoted:
         demand = Demand(gateway=more.pop("gateway", "g1"), model=model, waiting=waiting, **more)
-        return await self.mesh.request(subjects.DEMAND, demand, DemandNoted)
+        return await self.mesh.request(subjects.DEMAND, patient(demand), DemandNoted)
 
     async def view(self) -> ClusterView:
         view: ClusterView = await self.ask(ViewCluster(), ClusterView)
@@ -114,7 +124,7 @@ def tracing() -> None:
 
 @pytest.fixture
 async def site(own_nats: NatsServer, migrated_url: str, tmp_path: Path) -> AsyncIterator[Site]:
-    settings = SchedulerSettings(
+    settings = PatientSettings(
         nats_url=SecretStr(own_nats.url),
         database_url=SecretStr(migrated_url),
         min_active=0.2,

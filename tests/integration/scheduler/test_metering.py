@@ -41,6 +41,7 @@ from shared.contracts.usage import (
 )
 from shared.ports import free_port
 from tests.integration.gateway.conftest import Served, until
+from tests.integration.gateway.test_cold import queued
 from tests.integration.gateway.test_key_scopes import add
 from tests.integration.scheduler.conftest import Site, spec
 from tests.integration.scheduler.conftest import process as scheduler_process
@@ -95,10 +96,15 @@ async def until_counted(base: str, requests: int) -> dict[tuple[str, ...], Count
     return found
 
 
-async def test_usage_is_metered_by_key_and_model_and_cold_starts_by_who_waited(served: Served) -> None:
+async def test_usage_is_metered_by_key_and_model_and_cold_starts_by_who_waited(site: Site, served: Served) -> None:
     for key in ("alice", "bob"):
         await add(served, key, f"sk-{key}")
-    answers = await asyncio.gather(*(ask(served.base, f"sk-{key}", "a") for key in ("alice", "alice", "alice", "bob")))
+    (node,) = site.nodes
+    node.hold_starts = asyncio.Event()
+    asking = [asyncio.create_task(ask(served.base, f"sk-{key}", "a")) for key in ("alice", "alice", "alice", "bob")]
+    await until(lambda: queued(served, "a", 4))  # all of them wait for the start
+    node.hold_starts.set()
+    answers = [await task for task in asking]
     answers.append(await ask(served.base, "sk-bob", "b"))
     found = await until_counted(served.base, 5)
     assert {name: (c.requests, c.failed) for name, c in found.items()} == {
@@ -174,7 +180,7 @@ async def gateway_process(site: Site, home: Path) -> AsyncIterator[tuple[asyncio
     async def is_ready() -> bool:
         assert process.returncode is None
         try:
-            async with httpx.AsyncClient(base_url=base) as client:
+            async with httpx.AsyncClient(base_url=base, timeout=60) as client:
                 return (await client.get("/ready")).status_code == 200
         except httpx.TransportError:
             return False

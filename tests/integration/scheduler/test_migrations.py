@@ -18,6 +18,12 @@ from tests.integration.scheduler.conftest import Site, spec
 from tests.support.fake_node import MIB, FakeNode
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep orders that the test, as the migrator, claims late."""
+    monkeypatch.setattr(migrating, "UNCLAIMED_S", 600.0)
+
+
 async def serving(site: Site, node: FakeNode) -> str:
     """Start an instance on `node` that serves two requests."""
     await site.add(spec("one", keep_alive=-1))
@@ -66,12 +72,13 @@ async def finish(site: Site, record: MigrationRecord, state: str = "done") -> No
     await bucket.put(record.migration_id, over.model_dump_json().encode())
 
 
+@pytest.mark.usefixtures("patient")
 async def test_migrate_command_is_answered_when_the_migration_is_done(site: Site) -> None:
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler()
     source = await serving(site, first)
     second = await another(site)
-    asking = asyncio.create_task(site.ask(Migrate(instance_id=source, node="n2", deadline_ms=20_000), MigrationsViewed))
+    asking = asyncio.create_task(site.ask(Migrate(instance_id=source, node="n2", deadline_ms=60_000), MigrationsViewed))
     record = await an_order(site)
     assert (record.source_instance, record.node, record.reason) == (source, "n2", "operator")
     assert record.instance_id == second.of("one")[0].command.instance_id
@@ -88,15 +95,16 @@ async def test_a_request_without_an_instance(site: Site) -> None:
     site.scheduler()
     await site.view()
     with pytest.raises(NotFound, match="may be over"):
-        await site.mesh.request(subjects.ADMIN, Migrate(request_id="req_none", deadline_ms=10_000), MigrationsViewed)
+        await site.mesh.request(subjects.ADMIN, Migrate(request_id="req_none", deadline_ms=60_000), MigrationsViewed)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_ordered_migration_continues_under_the_next_leader(site: Site) -> None:
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler(scheduler_name="first")
     source = await serving(site, first)
     await another(site)
-    asked = Migrate(instance_id=source, node="n2", deadline_ms=20_000)
+    asked = Migrate(instance_id=source, node="n2", deadline_ms=60_000)
     asking = asyncio.create_task(site.mesh.request(subjects.ADMIN, asked, MigrationsViewed))
     record = await an_order(site)
     stop, task = site.schedulers[0]
@@ -110,13 +118,14 @@ async def test_ordered_migration_continues_under_the_next_leader(site: Site) -> 
     await site.until(lambda: any(isinstance(c, StopInstance) and c.instance_id == source for c in first.commands))
 
 
+@pytest.mark.usefixtures("patient")
 async def test_migration_that_ended_without_a_leader_is_applied_later(site: Site) -> None:
     first = await site.node(node="n1", budget=400 * MIB)
     site.scheduler()
     source = await serving(site, first)
     await another(site)
     (ordered_now,) = (
-        await site.ask(Migrate(instance_id=source, node="n2", wait=False, deadline_ms=20_000), MigrationsViewed)
+        await site.ask(Migrate(instance_id=source, node="n2", wait=False, deadline_ms=60_000), MigrationsViewed)
     ).migrations
     record = await an_order(site)
     assert record == ordered_now
@@ -134,7 +143,7 @@ async def test_migration_without_a_migrator_is_cancelled(site: Site, monkeypatch
     site.scheduler()
     source = await serving(site, first)
     await another(site)
-    (record,) = (await site.ask(Migrate(instance_id=source, node="n2", deadline_ms=20_000), MigrationsViewed)).migrations
+    (record,) = (await site.ask(Migrate(instance_id=source, node="n2", deadline_ms=60_000), MigrationsViewed)).migrations
     assert record.state == "cancelled"
     assert record.error is not None
     assert "no migrator" in record.error.message

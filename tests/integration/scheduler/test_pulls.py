@@ -109,7 +109,7 @@ def count_pieces(loader: LoaderProcess) -> int:
 async def test_a_cancelled_pull_frees_its_memory_and_leaves_its_pieces(
     site: Site, node: FakeNode, loader: LoaderProcess, afar: TierServer
 ) -> None:
-    afar.faults = Faults(suffix="likely/model.safetensors", piece_delay_s=0.05)
+    afar.faults = Faults(suffix="likely/model.safetensors", piece_delay_s=0.1)
     client = await begin(site, loader, afar)
     waiting = pull(site)
 

@@ -25,7 +25,7 @@ from services.scheduler.domain.state.entities import Model
 from shared.contracts.admin import ClusterView, ModelAwake, ViewCluster, WakeModel
 from shared.contracts.node import InstanceState
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
-from shared.errors import StaleToken, ThawError, Unavailable
+from shared.errors import DeadlineExceeded, StaleToken, ThawError, Unavailable
 from shared.tasks import end
 from tests.integration.scheduler.conftest import Site, process, spec, standby
 from tests.integration.scheduler.test_flow import catalogue, ready
@@ -282,8 +282,8 @@ async def test_nats_restarts_under_a_leader(own_nats: NatsServer, site: Site) ->
 
     async def asked() -> bool:
         try:
-            await site.demand("a", 1)
-        except Unavailable:
+            await site.demand("a", 1, deadline_ms=LOST_MS)
+        except (DeadlineExceeded, Unavailable):
             return False
         return ready(node, "a")
 

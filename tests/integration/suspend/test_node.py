@@ -24,7 +24,7 @@ async def ready(node: Node, stub: dict[str, object], *, mib: int = 400) -> str:
 
 
 async def test_suspended_engine_frees_its_memory_and_resumes_with_it(node: Node) -> None:
-    instance_id = await ready(node, BIG)
+    instance_id = await ready(node, {**BIG, "ready_after": 5.0})
     pid = node.instance(instance_id).pids[0]
     await node.suspend(instance_id)
     status = await node.reaches(instance_id, SUSPENDED)

@@ -25,7 +25,7 @@ async def test_results_and_errors_reach_the_caller() -> None:
 
 
 async def test_slow_read_times_out_and_later_reads_do_not_wait_for_it() -> None:
-    reads, ended = BoundedReads(0.05), threading.Event()
+    reads, ended = BoundedReads(1.0), threading.Event()
     with pytest.raises(TimeoutError):
         await reads.run(ended.wait, prepare=lambda: None)
     assert await asyncio.wait_for(reads.run(lambda: 2, prepare=lambda: None), 60) == 2
@@ -34,22 +34,22 @@ async def test_slow_read_times_out_and_later_reads_do_not_wait_for_it() -> None:
 
 
 async def test_reads_that_wait_behind_a_slow_one_run_after_its_time() -> None:
-    reads, ended = BoundedReads(0.05), threading.Event()
+    reads, ended = BoundedReads(1.0), threading.Event()
     slow = asyncio.create_task(reads.run(ended.wait, prepare=lambda: None))
     waiting = [asyncio.create_task(reads.run(lambda: "done", prepare=lambda: None)) for _ in range(3)]
     with pytest.raises(TimeoutError):
         await slow
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await asyncio.gather(*waiting) == ["done"] * 3
     ended.set()
     reads.close()
 
 
 async def test_preparation_is_not_part_of_the_time() -> None:
-    reads, go = BoundedReads(0.05), threading.Event()
-    task = asyncio.create_task(reads.run(lambda: 3, prepare=lambda: go.wait(30)))
+    reads, go = BoundedReads(1.0), threading.Event()
+    task = asyncio.create_task(reads.run(lambda: 3, prepare=lambda: go.wait(60)))
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(task), 0.2)
+        await asyncio.wait_for(asyncio.shield(task), 1.2)
     go.set()
     assert await task == 3
     reads.close()

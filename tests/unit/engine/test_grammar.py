@@ -249,23 +249,29 @@ def test_no_parameter_allows_a_masked_token(temperature: float) -> None:
 def test_other_threads_run_while_a_vocabulary_is_built() -> None:
     random = np.random.default_rng(1)
     words = [bytes(random.integers(97, 123, size=random.integers(1, 10)).astype(np.uint8)) for _ in range(40_000)]
-    ticks: list[float] = []
-    is_done = threading.Event()
 
-    def tick() -> None:
-        while not is_done.is_set():
-            ticks.append(time.perf_counter())
+    def longest_gap() -> float:
+        """Return the longest time in which another thread did not run, as a share of the whole."""
+        ticks: list[float] = []
+        is_done = threading.Event()
 
-    thread = threading.Thread(target=tick)
-    thread.start()
-    begun = time.perf_counter()
-    Vocabulary(words, (), (0,), lambda text: ())
-    took = time.perf_counter() - begun
-    is_done.set()
-    thread.join()
-    during = [begun, *(at for at in ticks if begun < at < begun + took), begun + took]
-    # With the interpreter locked, nearly all of the time is one gap.
-    assert max(b - a for a, b in pairwise(during)) < 0.6 * took
+        def tick() -> None:
+            while not is_done.is_set():
+                ticks.append(time.perf_counter())
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        begun = time.perf_counter()
+        Vocabulary(words, (), (0,), lambda text: ())
+        took = time.perf_counter() - begun
+        is_done.set()
+        thread.join()
+        during = [begun, *(at for at in ticks if begun < at < begun + took), begun + took]
+        return max(b - a for a, b in pairwise(during)) / took
+
+    # With the interpreter locked, nearly all of the time is one gap. On a busy machine, it may be
+    # one in which the process waits for a processor.
+    assert any(longest_gap() < 0.6 for _ in range(5))
 
 
 def test_text_that_a_grammar_forces_may_have_any_bytes(compiler: GrammarCompiler, tokens: Tokenization) -> None:

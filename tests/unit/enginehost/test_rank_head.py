@@ -37,7 +37,7 @@ async def test_address_is_published_again_after_nats_was_away(monkeypatch: pytes
     ranks = RankHead(cast(Mesh, SimpleNamespace(nc=nats)), stage, "127.0.0.1")
     await ranks.open()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await nats.published.wait()
     finally:
         await ranks.close()

@@ -37,7 +37,7 @@ async def test_request_of_a_new_key_does_not_wait_for_a_report_on_its_way() -> N
         asking = asyncio.create_task(keeper.run())
         try:
             await asyncio.sleep(0)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await keeper.prepare(KEY)
         finally:
             await end(asking)

@@ -23,7 +23,7 @@ async def test_file_of_a_request_that_ends_while_it_is_opened_is_closed(tmp_path
 
     def open_late(directory: Path) -> int:
         loop.call_soon_threadsafe(begun.set)
-        assert proceed.wait(30)
+        assert proceed.wait(60)
         opened.append(open_unnamed(directory))
         return opened[0]
 

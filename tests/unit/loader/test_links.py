@@ -192,7 +192,7 @@ def test_load_submitted_to_a_closed_link_is_cancelled() -> None:
     link = Link("x", 1)
     link.close()
     load = link.submit(Transfer(pieces(2), lambda _: None))
-    assert load._over.wait(5)
+    assert load._over.wait(60)
     with pytest.raises(Cancelled):
         load.result()
 
@@ -209,7 +209,7 @@ def test_load_of_a_link_without_threads_is_refused_and_not_read_later(monkeypatc
         full.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
             link.submit(Transfer(pieces(2), read.append))
-    assert link.submit(Transfer(pieces(1), lambda _: None))._over.wait(5), "a later load has a thread"
+    assert link.submit(Transfer(pieces(1), lambda _: None))._over.wait(60), "a later load has a thread"
     link.close()
     assert read == []
 

@@ -44,7 +44,7 @@ class RecordedSpace:
         self._inside.add(threading.get_ident())
         if len(self._inside) > 1:
             self.both_inside.set()
-        assert self.released.wait(10)
+        assert self.released.wait(60)
         self._inside.discard(threading.get_ident())
         if self.fail_at is not None and offset >= self.fail_at:
             raise InsufficientMemory("full")
@@ -117,9 +117,9 @@ def test_a_reader_that_waits_adds_a_thread() -> None:
     space.released.clear()
     reader = threading.Thread(target=populating.wait, args=(pieces[-1],))
     reader.start()
-    assert space.both_inside.wait(10)  # two threads populate at once
+    assert space.both_inside.wait(60)  # two threads populate at once
     space.released.set()
-    reader.join(10)
+    reader.join(60)
     populating.close()
     assert sorted(set(space.ranges)) == sorted(space.ranges)
     assert sum(n for _, n in space.ranges) == 4 * AHEAD * CHUNK_BYTES
@@ -178,9 +178,9 @@ def test_a_waiting_reader_is_cancelled_by_close() -> None:
 
     reader = threading.Thread(target=wait)
     reader.start()
-    assert space.begun.acquire(timeout=10)
+    assert space.begun.acquire(timeout=60)
     populating_closes(populating, space)
-    reader.join(10)
+    reader.join(60)
     assert len(errors) == 1
 
 

@@ -99,7 +99,7 @@ def test_hosts_that_take_memory_back_are_recognised(tmp_path: Path) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

@@ -106,7 +106,7 @@ async def test_migration_lost_at_its_last_write_does_not_stop_the_migrator() -> 
         migrator.copy.put(each.migration_id, each.model_dump_json().encode())
     running = asyncio.create_task(migrator.run())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             # The watch of the bucket is late: it shows the other owner only now.
             await taken.wait()
             migrator._leases.record_seen(bucket.entries["m-1"][0], 1e12)

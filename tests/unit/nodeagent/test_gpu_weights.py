@@ -91,7 +91,7 @@ async def test_device_usage_is_read_if_pids_are_of_another_namespace(meter: Mete
 
 
 async def test_bytes_still_in_use_are_not_reported_as_freed(meter: Meter, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meters, "_GONE_WITHIN_S", 0.5)
+    monkeypatch.setattr(meters, "_GONE_WITHIN_S", 2.0)
     gpu.by_pid = {LOADER: 60}
     assert not await meter.wait_memory_returned("a", 60, 40)
     assert gpu.readings > 1

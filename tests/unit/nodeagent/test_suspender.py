@@ -42,4 +42,4 @@ def test_only_for_hosted_engines_are_marked_processes_searched(tmp_path: Path) -
         asyncio.run(suspender.on_ended("i", is_hosted=False))
         assert left.poll() is None, "only hosts mark processes"
         asyncio.run(suspender.on_ended("i"))
-        assert left.wait(10) < 0
+        assert left.wait(60) < 0

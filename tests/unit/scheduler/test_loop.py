@@ -19,7 +19,7 @@ from shared.contracts.demand import Demand
 from shared.tasks import end
 from tests.unit.scheduler.world import World
 
-SOON_S = 5.0
+SOON_S = 60.0
 
 
 class Nothing:

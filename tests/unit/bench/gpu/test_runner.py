@@ -128,7 +128,7 @@ def is_alive(pid: int) -> bool:
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not condition() and time.monotonic() < until:
         time.sleep(0.02)
     return condition()
@@ -141,7 +141,7 @@ def test_a_process_is_ended_at_its_limit_with_its_children(tmp_path: Path) -> No
         "print(child.pid, flush=True); child.wait()"
     )
     began = time.monotonic()
-    ended, figures = bed.run(python(code, limit_s=2.0))
+    ended, figures = bed.run(python(code, limit_s=6.0))
     assert ended.status is None
     assert figures == {"speed": 3.0}, "what was written before counts"
     child = int((bed.work / "s.log").read_text().split()[0])

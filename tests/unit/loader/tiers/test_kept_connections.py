@@ -51,7 +51,7 @@ def server() -> Iterator[ForgetfulServer]:
 
 
 def test_one_silent_connection_is_reason_to_keep_none(server: ForgetfulServer) -> None:
-    client = HttpClient(patience=Patience(stall_s=1.0), direct=True)
+    client = HttpClient(patience=Patience(stall_s=3.0), direct=True)
     with contextlib.closing(client):
         answers = [client.get(server.url) for _ in range(4)]
         for answer in answers:

@@ -51,7 +51,7 @@ def test_a_reader_gets_no_bytes_of_a_piece_that_another_one_found_damaged(tmp_pa
 
     def has_and_wait(file: TierFile, offset: int, length: int) -> bool:
         known = has(file, offset, length)
-        both_know.wait(10)
+        both_know.wait(60)
         if offset:  # the other thread has removed the piece meanwhile
             first.join()
         return known

@@ -266,7 +266,7 @@ def test_waiting_for_checksums_is_called_off() -> None:
     verifier.put(file, 0, memoryview(b"ab"))
     assert not verifier.is_hashed("f")
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 

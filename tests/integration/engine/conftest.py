@@ -130,10 +130,10 @@ async def client(zygote: ZygoteProcess) -> AsyncIterator[ZygoteClient]:
 
 @pytest.fixture
 async def instance(
-    engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path
+    engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path, pace: Pace
 ) -> AsyncIterator[tuple[str, int]]:
     """Yield a ready engine of the demo model, and its pid."""
-    start = engines.spec(card_of(demo_directory))
+    start = engines.paced(card_of(demo_directory), pace)
     pid = await forked(client, start)
     report = await engines.settled(start.instance_id)
     assert report.state == "ready", report.error

@@ -9,7 +9,7 @@ from shared.contracts.inference import InferChunk
 from tests.support.engines import Stream, ZygoteClient
 
 SLOW: dict[str, Any] = {"prompt": "abc", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
-"""A request of about a second: long enough to be seen running."""
+"""A request of about a second, or of a minute and a half while `Pace.slowed` holds."""
 
 
 async def forked(client: ZygoteClient, start: EngineStart) -> int:

@@ -36,6 +36,7 @@ from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, Unreachable
 from tests.integration.engine.processes import SLOW, exited, forked, until_streaming
 from tests.support.engines import Engines, ZygoteClient
+from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
 
 _numbers = itertools.count(1)
@@ -48,8 +49,8 @@ ASKED: dict[str, Any] = {"prompt": "once upon a time", "max_tokens": 24, "temper
 class RunningExecutor:
     """An executor that the zygote forked."""
 
-    def __init__(self, engines: Engines, client: ZygoteClient) -> None:
-        self.engines, self.client = engines, client
+    def __init__(self, engines: Engines, client: ZygoteClient, pace: Pace) -> None:
+        self.engines, self.client, self._pace = engines, client, pace
         self.name = f"x{os.getpid()}-{next(_numbers)}"
         self.current = engines.directory / f"{self.name}.current"
         self.pid = 0
@@ -61,7 +62,7 @@ class RunningExecutor:
             device="cpu:0",
             log_path=str(self.engines.directory / f"{self.name}.log"),
             current_path=str(self.current),
-            environment={"THAW_NATS_URL": self.engines.nats_url, "THAW_ENGINE_THREADS": "1"},
+            environment={"THAW_NATS_URL": self.engines.nats_url, "THAW_ENGINE_THREADS": "1", **self._pace.environment},
         )
         self.client.send(start.model_dump_json().encode())
         reported = await self.client.hear()
@@ -95,8 +96,8 @@ class RunningExecutor:
 
 
 @pytest.fixture
-async def executor(engines: Engines, loader: FakeLoader, client: ZygoteClient) -> AsyncIterator[RunningExecutor]:
-    executor = RunningExecutor(engines, client)
+async def executor(engines: Engines, loader: FakeLoader, client: ZygoteClient, pace: Pace) -> AsyncIterator[RunningExecutor]:
+    executor = RunningExecutor(engines, client, pace)
     await executor.start()
     yield executor
     try:
@@ -272,12 +273,13 @@ async def test_attaching_and_detaching_leaves_nothing_behind(
 
 
 async def test_detaching_fails_running_requests_and_leaves_other_models_alone(
-    executor: RunningExecutor, engines: Engines, directories: list[Path]
+    executor: RunningExecutor, engines: Engines, directories: list[Path], pace: Pace
 ) -> None:
     first, second = [await executor.attach(engines.spec(card_of(d))) for d in directories[:2]]
-    stopped, other = await engines.ask(first, "completion", **SLOW), await engines.ask(second, "completion", **SLOW)
-    await until_streaming(stopped)
-    await executor.detach(first)
+    with pace.slowed():
+        stopped, other = [await engines.ask(name, "completion", **SLOW) for name in (first, second)]
+        await until_streaming(stopped)
+        await executor.detach(first)
     assert isinstance(await stopped.last(), InferFailed)
     assert isinstance(await other.last(), InferFinished)
     again = await executor.detach(first)
@@ -297,24 +299,26 @@ async def test_detaching_does_not_wait_for_the_deadline_of_an_earlier_command(
 
 
 async def test_short_request_is_answered_during_a_long_batch_of_another_model(
-    executor: RunningExecutor, engines: Engines, directories: list[Path]
+    executor: RunningExecutor, engines: Engines, directories: list[Path], pace: Pace
 ) -> None:
     busy, other = [await executor.attach(engines.spec(card_of(d))) for d in directories[:2]]
-    long = [await engines.ask(busy, "completion", **SLOW) for _ in range(8)]
-    await until_streaming(long[0])
-    short = await engines.answer(other, "completion", prompt="a", max_tokens=1, temperature=0)
-    assert len(short.tokens()) == 1
-    assert not any(isinstance(s.replies[-1], InferFinished) for s in long), "it did not wait for the batch"
+    with pace.slowed():
+        long = [await engines.ask(busy, "completion", **SLOW) for _ in range(8)]
+        await until_streaming(long[0])
+        short = await engines.answer(other, "completion", prompt="a", max_tokens=1, temperature=0)
+        assert len(short.tokens()) == 1
+        assert not any(s.replies and isinstance(s.replies[-1], InferFinished) for s in long), "it did not wait for the batch"
 
 
 async def test_killed_executor_names_the_model_that_was_computing(
-    executor: RunningExecutor, engines: Engines, client: ZygoteClient, directories: list[Path]
+    executor: RunningExecutor, engines: Engines, client: ZygoteClient, directories: list[Path], pace: Pace
 ) -> None:
     idle, busy = [await executor.attach(engines.spec(card_of(d))) for d in directories[:2]]
     assert idle != busy
-    stream = await engines.ask(busy, "completion", **SLOW)
-    await until_streaming(stream)
-    os.kill(executor.pid, signal.SIGKILL)
+    with pace.slowed():
+        stream = await engines.ask(busy, "completion", **SLOW)
+        await until_streaming(stream)
+        os.kill(executor.pid, signal.SIGKILL)
     assert await exited(client, executor.pid) == -signal.SIGKILL
     name, began_ns = parse_current(executor.current.read_bytes())
     assert name == busy

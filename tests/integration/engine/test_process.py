@@ -17,6 +17,7 @@ from shared.contracts.phases import Phase
 from shared.errors import InstanceBusy, Unreachable
 from tests.integration.engine.processes import SLOW, exited, forked, until_streaming
 from tests.support.engines import Engines, ZygoteClient
+from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
 
 
@@ -27,7 +28,7 @@ async def test_start_is_reported_with_its_phases(engines: Engines, instance: tup
     assert {s.phase for s in report.phases} >= {Phase.LIBRARIES, Phase.INIT, Phase.LOAD, Phase.PROFILE}
     assert next(s for s in report.phases if s.phase is Phase.PROFILE).detail == {"copied_parameters": 0, "packed": 1}
     assert all(s.start_ms <= 0 for s in report.phases)
-    assert loader.asked == ["index", "complete"]
+    assert list(dict.fromkeys(loader.asked)) == ["index", "complete"]
 
 
 async def test_response_is_streamed_in_numbered_messages(engines: Engines, instance: tuple[str, int]) -> None:
@@ -95,12 +96,13 @@ async def test_embeddings_of_a_generating_model(engines: Engines, instance: tupl
     assert done.vectors[0] == done.vectors[2] != done.vectors[1]
 
 
-async def test_cancelled_request_ends_without_a_final_message(engines: Engines, instance: tuple[str, int]) -> None:
-    stream = await engines.ask(instance[0], "completion", **SLOW)
-    await until_streaming(stream)
-    cancel = CancelInfer(request_id=stream.request_id)
-    await engines.mesh.request(subjects.engine_control(instance[0]), cancel, Done)
-    await engines.mesh.request(subjects.engine_control(instance[0]), cancel, Done)
+async def test_cancelled_request_ends_without_a_final_message(engines: Engines, instance: tuple[str, int], pace: Pace) -> None:
+    with pace.slowed():
+        stream = await engines.ask(instance[0], "completion", **SLOW)
+        await until_streaming(stream)
+        cancel = CancelInfer(request_id=stream.request_id)
+        await engines.mesh.request(subjects.engine_control(instance[0]), cancel, Done)
+        await engines.mesh.request(subjects.engine_control(instance[0]), cancel, Done)
     await engines.reported(instance[0], lambda r: r.load.active == 0 and r.load.generated_tokens > 0)
     await engines.answer(instance[0], "completion", prompt="x", max_tokens=2)
     assert isinstance(stream.replies[-1], InferChunk)
@@ -134,15 +136,16 @@ async def test_invalid_request_fails_immediately(
 
 
 async def test_draining_engine_finishes_running_requests_and_refuses_others(
-    engines: Engines, instance: tuple[str, int], client: ZygoteClient
+    engines: Engines, instance: tuple[str, int], client: ZygoteClient, pace: Pace
 ) -> None:
     name, pid = instance
-    running = await engines.ask(name, "completion", **SLOW)
-    await until_streaming(running)
-    with pytest.raises(InstanceBusy):
-        await engines.mesh.request(subjects.engine_control(name), DrainEngine(only_if_idle=True), Done)
-    await engines.mesh.request(subjects.engine_control(name), DrainEngine(), Done)
-    refused = await engines.answer(name, "completion", prompt="x", max_tokens=1)
+    with pace.slowed():
+        running = await engines.ask(name, "completion", **SLOW)
+        await until_streaming(running)
+        with pytest.raises(InstanceBusy):
+            await engines.mesh.request(subjects.engine_control(name), DrainEngine(only_if_idle=True), Done)
+        await engines.mesh.request(subjects.engine_control(name), DrainEngine(), Done)
+        refused = await engines.answer(name, "completion", prompt="x", max_tokens=1)
     (only,) = refused.replies
     assert isinstance(only, InferFailed)
     assert (only.seq, only.error.code) == (0, "instance_draining")
@@ -160,11 +163,13 @@ async def test_idle_engine_exits_on_a_conditional_drain(engines: Engines, instan
 
 
 async def test_sigterm_ends_running_requests_with_an_error(
-    engines: Engines, instance: tuple[str, int], client: ZygoteClient
+    engines: Engines, instance: tuple[str, int], client: ZygoteClient, pace: Pace
 ) -> None:
-    stream = await engines.ask(instance[0], "completion", **SLOW)
-    await until_streaming(stream)
-    os.kill(instance[1], signal.SIGTERM)
+    with pace.slowed():
+        stream = await engines.ask(instance[0], "completion", **SLOW)
+        await until_streaming(stream)
+        os.kill(instance[1], signal.SIGTERM)
+        await stream.last()
     last = await stream.last()
     assert isinstance(last, InferFailed)
     assert last.error.code == "shutting_down"

@@ -125,15 +125,16 @@ async def test_group_gives_the_same_tokens_as_one_engine(group: Group, directory
     assert await answers(group.engines, await group.ready()) == expected
 
 
-async def test_cancelled_and_finished_requests_free_every_stage(group: Group, directory: Path) -> None:
-    await group.begin(directory, 2)
+async def test_cancelled_and_finished_requests_free_every_stage(group: Group, directory: Path, pace: Pace) -> None:
+    await group.begin(directory, 2, pace)
     first = await group.ready()
     later = group.starts[1].instance_id
-    stream = await group.engines.ask(first, "completion", **SLOW)
-    await until_streaming(stream)
-    report = await group.engines.mesh.request(subjects.engine_control(later), PingEngine(), EngineReport)
-    assert report.load.kv_bytes_used > 0
-    await group.engines.mesh.request(subjects.engine_control(first), CancelInfer(request_id=stream.request_id), Done)
+    with pace.slowed():
+        stream = await group.engines.ask(first, "completion", **SLOW)
+        await until_streaming(stream)
+        report = await group.engines.mesh.request(subjects.engine_control(later), PingEngine(), EngineReport)
+        assert report.load.kv_bytes_used > 0
+        await group.engines.mesh.request(subjects.engine_control(first), CancelInfer(request_id=stream.request_id), Done)
     await group.engines.answer(first, "completion", prompt="b", max_tokens=3, temperature=0)
     group.engines.reports[later].clear()
     report = await group.engines.reported(later, lambda r: r.load.kv_bytes_used == 0)
@@ -141,12 +142,13 @@ async def test_cancelled_and_finished_requests_free_every_stage(group: Group, di
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-async def test_group_ends_with_any_of_its_stages(group: Group, directory: Path, victim: int) -> None:
-    await group.begin(directory, 3)
+async def test_group_ends_with_any_of_its_stages(group: Group, directory: Path, victim: int, pace: Pace) -> None:
+    await group.begin(directory, 3, pace)
     first = await group.ready()
-    stream = await group.engines.ask(first, "completion", **SLOW)
-    await until_streaming(stream)
-    os.kill(group.pids[victim], signal.SIGKILL)
+    with pace.slowed():
+        stream = await group.engines.ask(first, "completion", **SLOW)
+        await until_streaming(stream)
+        os.kill(group.pids[victim], signal.SIGKILL)
     for index, start in enumerate(group.starts):
         if index != victim:
             report = await group.engines.reported(start.instance_id, lambda r: r.state == "failed")

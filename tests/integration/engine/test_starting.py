@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,7 +169,8 @@ async def test_attach_request_lost_by_the_loader_is_repeated(
     start = engines.spec(card_of(demo_directory))
     pid = await forked(client, start)
     assert (await engines.settled(start.instance_id)).state == "ready"
-    assert loader.asked == ["index", "index", "complete", "complete"]
+    assert list(dict.fromkeys(loader.asked)) == ["index", "complete"]
+    assert min(Counter(loader.asked).values()) >= 2
     os.kill(pid, signal.SIGTERM)
     assert await exited(client, pid) == 0
     loader.close()
@@ -181,7 +183,7 @@ async def test_engine_starts_without_a_zygote(engines: Engines, loader: FakeLoad
     assert (report.state, report.pid) == ("ready", process.pid)
     assert (await engines.answer(start.instance_id, "completion", prompt="a", max_tokens=3)).finish() == "length"
     await engines.mesh.request(subjects.engine_control(start.instance_id), DrainEngine(), Done)
-    assert await asyncio.to_thread(process.wait, 30) == 0
+    assert await asyncio.to_thread(process.wait, 60) == 0
 
 
 async def test_sigterm_during_the_load_ends_the_engine(

@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
             for at in range(0, len(data), step):
                 if self.hub.hold_after is not None and at >= self.hub.hold_after:
                     self.hub.holding.set()
-                    self.hub.unblocked.wait(30)
+                    self.hub.unblocked.wait(600)
                 self.wfile.write(data[at : at + step])
                 self.hub.sent[name] = self.hub.sent.get(name, 0) + len(data[at : at + step])
         except OSError:  # the client has read enough

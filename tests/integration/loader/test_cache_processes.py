@@ -68,7 +68,7 @@ async def test_a_killed_loader_s_pieces_are_not_fetched_again(
     card = await client.card(f"{server.url}/m")
     server.faults.stall_from = 20_000_000
     await client.attach("i1", card, "index")
-    assert await asyncio.to_thread(server.stalled.wait, 20)
+    assert await asyncio.to_thread(server.stalled.wait, 60)
     await asyncio.to_thread(until_journaled, loader.home, 10_000_000)
     loader.end(signal.SIGKILL)
     there = journaled(loader.home)
@@ -108,7 +108,7 @@ async def test_waiting_loader_takes_over_from_a_killed_one(
     await other.card(f"{server.url}/m")
     server.faults.stall_from = 20_000_000
     await client.attach("a1", card, "index")
-    assert await asyncio.to_thread(server.stalled.wait, 20)
+    assert await asyncio.to_thread(server.stalled.wait, 60)
     waiting = asyncio.create_task(other.attach("b1", card))
     await status_where(other, "second-node", lambda s: any(e.holders for e in s.segments))
     loader.end(signal.SIGKILL)

@@ -20,7 +20,7 @@ from tests.unit.loader.checkpoints import CONFIG, write_checkpoint
 from weights.pool.shm import SHM
 
 DEVICES = ("cpu:1", "cpu:2")
-LINK = "8MiB/s"
+LINK = "3MiB/s"
 HIDDEN = 1024
 LLAMA = {**CONFIG, "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 8}
 

@@ -253,7 +253,7 @@ async def test_from_the_hub_into_shared_memory(hub: FakeHub, nats_server: NatsSe
         indexed = await asker.attach("i0", card, "index")
         assert indexed.total_bytes == card.info.weights_bytes
         waiting = asyncio.create_task(asker.attach("i0", card))
-        assert await asyncio.to_thread(hub.holding.wait, 20)
+        assert await asyncio.to_thread(hub.holding.wait, 60)
         await asker.release("i0")  # at once, though the download hangs
         with pytest.raises(StaleToken):
             await waiting

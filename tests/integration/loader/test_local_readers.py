@@ -79,7 +79,7 @@ async def test_watermarks_are_sent_while_bytes_arrive(loader: LoaderProcess, cli
     while not weights.complete:
         await asyncio.to_thread(weights.wait_until, weights.loaded_bytes + 1)
         seen.add(weights.loaded_bytes)
-    assert len(seen) > 3
+    assert any(0 < loaded_bytes < weights.total_bytes for loaded_bytes in seen)
     weights.close()
 
 

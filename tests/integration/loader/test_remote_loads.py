@@ -131,7 +131,7 @@ async def test_the_last_release_calls_a_download_off(
     server.faults.stall_after = 1_000_000
     await client.attach("i1", card, "index")
     waiting = asyncio.create_task(client.attach("i1", card))
-    await asyncio.to_thread(server.stalled.wait, 20)
+    await asyncio.to_thread(server.stalled.wait, 60)
     await client.release("i1")
     with pytest.raises(StaleToken):
         await waiting

@@ -80,7 +80,7 @@ async def test_units_are_copied_from_another_device_although_their_instance_has_
 ) -> None:
     base, other = write_model(tmp_path / "base", range(TENSORS)), write_model(tmp_path / "other", range(20, 32))
     # Both links are slow, so that the copy lasts while the holder ends and others want its pages.
-    devices = "cpu:1=24MiB/separate,cpu:2=24MiB/separate@2MiB/s@cpu:1=2MiB/s"
+    devices = "cpu:1=24MiB/separate,cpu:2=24MiB/separate@1MiB/s@cpu:1=1MiB/s"
     async with separate_loader(nats_server, tmp_path / "home", devices, "n-holder-gone") as loader:
         card, wanted = await loader.client.card(base), await loader.client.card(other, "other")
         content = read(await loader.attach("a", card, "cpu:1"))

@@ -51,7 +51,7 @@ async def test_an_attach_is_bound_to_the_device_that_can_run_it(node: tuple[Node
     assert (first.device_ids, first.bound_by) == (("cpu:0",), "")
     running = await engines.ask("first", "completion", **SLOW)
     await until_streaming(running)
-    await agent.until(lambda s: any(i.instance_id == "first" and i.load.active for i in s.instances))
+    await agent.until(lambda s: any(i.instance_id == "first" and i.load.active + i.load.completed for i in s.instances))
     second = await started(agent, cards[1], "second", "cpu:0", "cpu:1")
     if not await _has_ended(agent, "first"):
         assert second.device_ids == ("cpu:1",), "cpu:0 computes for another model"

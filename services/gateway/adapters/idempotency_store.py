@@ -25,6 +25,7 @@ from typing import Any, Literal
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
@@ -388,12 +389,17 @@ class IdempotencyStore:
                 await nc.publish(subjects.keyed_left(key))
 
     async def has_waiters(self, key: str) -> bool:
-        """True if another client waits; NATS replies at once if none does."""
+        """True if another client waits; NATS replies at once if none does.
+
+        A gateway that has subscribed and does not reply in time is slow: its client still waits.
+        """
         try:
             await self._mesh.nc.request(subjects.keyed_waiters(key), timeout=_WAITERS_TIMEOUT_S)
         except NoRespondersError:
             return False
-        except (NatsError, TimeoutError) as e:
+        except NatsTimeoutError:
+            return True
+        except NatsError as e:
             log.info("failed to query the waiters of an idempotency key", extra={"error": repr(e)})
             return False
         return True

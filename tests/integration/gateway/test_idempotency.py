@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 from nats.js.kv import KeyValue
 
@@ -343,6 +344,19 @@ async def test_disconnect_of_the_last_client_ends_the_generation(gateway: Served
 
 async def _waited_for(node: FakeNode) -> bool:
     return await IdempotencyStore(node.mesh, "test", 3600.0, 2**24).has_waiters(NAME)
+
+
+async def test_a_waiter_whose_gateway_is_slow_to_reply_waits(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency_store, "_WAITERS_TIMEOUT_S", 0.5)
+
+    async def ignore(_: Msg) -> None:
+        """Reply to nothing, as a gateway that waits for a processor."""
+
+    await node.mesh.nc.subscribe(subjects.keyed_waiters(NAME), cb=ignore)
+    await node.mesh.flush()
+    store = IdempotencyStore(node.mesh, "test", 3600.0, 2**24)
+    assert await store.has_waiters(NAME)
+    assert not await store.has_waiters("another")
 
 
 async def test_followers_receive_the_failure_without_a_retry(gateway: Served, node: FakeNode) -> None:

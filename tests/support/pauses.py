@@ -21,7 +21,7 @@ PAUSED_S = 0.15
 def install() -> None:
     """Give all event loops of this process such a clock."""
     base_events.MAXIMUM_SELECT_TIMEOUT = _LONGEST_WAIT_S  # type: ignore[attr-defined]  # not in typeshed
-    base_events.BaseEventLoop.time = _read_clock  # type: ignore[method-assign]
+    base_events.BaseEventLoop.time = _read_clock  # type: ignore[assignment, method-assign]
 
 
 def _read_clock(loop: asyncio.BaseEventLoop) -> float:

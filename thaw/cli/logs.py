@@ -20,7 +20,7 @@ from thaw.cli.output import Document, Json, screen, show_warning, verb
 from thaw.cli.remote_logs import find_remote
 from thaw.errors import CommandError
 from thaw.launcher.home import Home
-from thaw.launcher.logfiles import tail_with_end
+from thaw.launcher.logfiles import tail, tail_with_end
 from thaw.launcher.status import running_status
 
 _POLL_S = 0.2
@@ -60,10 +60,13 @@ def logs(
 
 
 def _show_local(out: Console, files: dict[str, Path], lines: int, follow: bool) -> dict[str, list[str]]:
-    ends = {name: tail_with_end(path, lines) for name, path in files.items()}
-    found = {name: last for name, (last, _) in ends.items()}
-    _print(out, found)
-    if follow:
+    if not follow:
+        found = {name: tail(path, lines) for name, path in files.items()}
+        _print(out, found)
+    else:
+        ends = {name: tail_with_end(path, lines) for name, path in files.items()}
+        found = {name: last for name, (last, _) in ends.items()}
+        _print(out, found)
         positions = {name: end for name, (_, end) in ends.items()}
         rest = dict.fromkeys(files, b"")
         _follow(lambda: _print(out, {name: list(_new_lines(name, path, positions, rest)) for name, path in files.items()}), _POLL_S)

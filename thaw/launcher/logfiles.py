@@ -23,19 +23,26 @@ def bound_logs(home: Home) -> None:
 
 def tail(path: Path, lines: int) -> list[str]:
     """The last `lines` lines; empty for a file that is not there."""
-    return tail_with_end(path, lines)[0]
+    data, _ = _read_end(path, lines)
+    return data.decode(errors="replace").splitlines()[-lines:]
 
 
 def tail_with_end(path: Path, lines: int) -> tuple[list[str], int]:
-    """Return the last `lines` lines, and the position in bytes at which a reader continues.
+    """Return the last `lines` lines that have ended, and the position at which a reader continues.
 
-    If the last line has not ended yet, the position is its beginning.
+    The position, in bytes, is where a line begins that has not ended yet.
     """
+    data, end = _read_end(path, lines)
+    ended, newline, rest = data.rpartition(b"\n")
+    return (ended + newline).decode(errors="replace").splitlines()[-lines:], end - len(rest)
+
+
+def _read_end(path: Path, lines: int) -> tuple[bytes, int]:
+    """Return the end of a file with at least `lines` usual lines, and the file's size."""
     try:
         with path.open("rb") as f:
             f.seek(0, 2)
             f.seek(max(0, f.tell() - max(4096, lines * 1024)))
-            data, end = f.read(), f.tell()
+            return f.read(), f.tell()
     except OSError:
-        return [], 0
-    return data.decode(errors="replace").splitlines()[-lines:], end - len(data.rpartition(b"\n")[2])
+        return b"", 0

@@ -166,8 +166,10 @@ def _values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _is_of(value: object, kinds: Sequence[object]) -> bool:
+    """Return whether a value is of one of these types. 1.0 is an integer (JSON Schema, 6.1.1)."""
     kind = json_type(value)
-    return kind in kinds or (kind == "integer" and "number" in kinds)
+    is_whole = kind == "integer" or (isinstance(value, float) and value.is_integer())
+    return kind in kinds or (is_whole and "integer" in kinds) or (kind == "integer" and "number" in kinds)
 
 
 def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -328,8 +330,10 @@ class _Bare:
             return [f"{rule}: {quote} ({' | '.join(map(self.text.write, texts))}) {quote}"]
         match schema.get("type"):
             case list() as kinds if kinds:
-                schemas = [dict(schema) | {"type": kind} for kind in kinds]
-                return self._choice(rule, [each for each in schemas if _values(each) != []], depth)
+                schemas = [each for kind in kinds if _values(each := dict(schema) | {"type": kind}) != []]
+                if not schemas:
+                    raise _refuse(self.tool, "an enumeration without a value of its type")
+                return self._choice(rule, schemas, depth)
             case "string":
                 expression, rules = self.text.write_until(f"{rule}_text".upper(), self.quote, (), _string_chars(schema, self.tool))
                 return [f"{rule}: {quote} {expression}", *rules]

@@ -11,10 +11,12 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+_MOST_ABANDONED = 4
+"""Abandoned reads that may still run. Each takes a core from the engine."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class BoundedReads:
         """
         self._within_s = within_s
         self._thread: ThreadPoolExecutor | None = None
+        self._abandoned: dict[Future[Any], asyncio.Future[None]] = {}
+        """Abandoned reads that still run, with futures of their ends."""
         self._is_closed = False
 
     async def run(self, read: Callable[[], R], *, prepare: Callable[[], object]) -> R:
@@ -53,9 +57,13 @@ class BoundedReads:
             prepare: Work that no request can make longer.
 
         Raises:
-            TimeoutError: `read` took too long. Its thread is abandoned.
+            TimeoutError: `read` took too long, and its thread is abandoned. Or too many abandoned
+                reads still run.
         """
         while True:
+            async with asyncio.timeout(self._within_s):
+                while len(self._abandoned) >= _MOST_ABANDONED:
+                    await asyncio.wait(self._abandoned.values(), return_when=asyncio.FIRST_COMPLETED)
             turn = self._begin(read, prepare)
             try:
                 await turn.started
@@ -84,7 +92,7 @@ class BoundedReads:
         def begin() -> None:
             nonlocal timer
             if timer is None:
-                timer = loop.call_later(self._within_s, self._abandon, thread, expired)
+                timer = loop.call_later(self._within_s, lambda: self._abandon(thread, job, expired))
             if not started.done():
                 started.set_result(None)
 
@@ -97,6 +105,8 @@ class BoundedReads:
             begin()
             if timer is not None:
                 timer.cancel()
+            if (left := self._abandoned.pop(job, None)) is not None:
+                left.set_result(None)
 
         def on_done(_: Future[R]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -106,12 +116,13 @@ class BoundedReads:
         job.add_done_callback(on_done)
         return _Turn(job, started, expired)
 
-    def _abandon(self, thread: ThreadPoolExecutor, expired: asyncio.Future[None]) -> None:
+    def _abandon(self, thread: ThreadPoolExecutor, job: Future[Any], expired: asyncio.Future[None]) -> None:
         """Leave a thread whose job takes too long to itself."""
         log.warning("abandoned the compilation of a grammar")
         thread.shutdown(wait=False, cancel_futures=True)
         if self._thread is thread:
             self._thread = None
+        self._abandoned[job] = asyncio.get_running_loop().create_future()
         expired.set_result(None)
 
     def close(self) -> None:

@@ -29,10 +29,12 @@ log = logging.getLogger(__name__)
 LEASE_LIMITS: TypeAdapter[LeaseLimits] = TypeAdapter(LeaseLimits)
 _MAX_ASKS = 4
 """Owners or grants that one request waits for; each change of owner takes one."""
-_PAUSED_S = 0.25
+_LATE_S = 0.25
 """A deadline that is noticed so late: this process was paused, and the answer may not be read yet.
 To regard the owner as gone would give the key a second budget.
 """
+_PAUSED_S = 1.0
+"""A timer that is so late: announcements of other gateways may not be read yet."""
 _WORDS = {
     "requests": ("requests per minute", "requests_per_minute"),
     "tokens": ("tokens per minute", "tokens_per_minute"),
@@ -83,6 +85,8 @@ class RateLimiter:
         self._budgets: dict[str, KeyBudget] = {}
         self._asking: dict[str, asyncio.Lock] = {}
         self._fixed_headers: dict[str, _FixedHeaders] = {}
+        self._spared: set[str] = set()
+        """Gateways whose last answer this one may have missed in a pause; again is too often."""
 
     def _headers(self, key: ApiKey, lease: Lease) -> dict[str, str]:
         """Format the limits as OpenAI's `x-ratelimit-*` headers."""
@@ -154,16 +158,19 @@ class RateLimiter:
             answer = await self._mesh.request(subjects.gateway_limits(owner), message, LimitsLeased)
         except (Unreachable, DeadlineExceeded) as e:
             late_s = time.monotonic() - asked_at - message.deadline_ms / 1000
-            if isinstance(e, DeadlineExceeded) and late_s > _PAUSED_S:
+            if isinstance(e, DeadlineExceeded) and late_s > _LATE_S and owner not in self._spared:
+                self._spared.add(owner)
                 log.info(
                     "this gateway was paused while another one answered about limits", extra={"other": owner, "late_s": late_s}
                 )
                 return
             log.info("a gateway does not answer about limits", extra={"other": owner, "error": e.message})
             self._members.remove(owner)
+            self._spared.discard(owner)
         except ThawError as e:
             log.warning("failed to lease limits", extra={"key": key.name, "error": e.message})
         else:
+            self._spared.discard(owner)
             lease.accept_answer(answer, owner, asked_at, time.monotonic(), is_renewal=is_renewal)
 
     def _budget(self, name: str) -> KeyBudget:
@@ -204,12 +211,17 @@ class RateLimiter:
     async def run(self) -> None:
         """Announce this gateway and renew its leases until cancelled, while any key has limits."""
         await self.announce()
+        was_needed, interval_s = False, min(PRESENCE_INTERVAL_S, RENEW_S)
         while True:
-            await asyncio.sleep(min(PRESENCE_INTERVAL_S, RENEW_S))
+            slept_at = time.monotonic()
+            await asyncio.sleep(interval_s)
             now, is_needed = time.monotonic(), any(map(is_limited, self._keys.list_keys()))
             if is_needed:
                 await self.announce()
+                if not was_needed or now - slept_at > interval_s + _PAUSED_S:
+                    self._members.touch(now)
                 self._members.expire(now)
+            was_needed = is_needed
             await self._renew(now)
 
     async def _renew(self, now: float) -> None:

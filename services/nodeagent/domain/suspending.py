@@ -43,6 +43,10 @@ _LOST = frozenset({DeadlineExceeded.code, Unavailable.code, Unreachable.code})
 """Errors of requests without an answer: the engine may have carried them out."""
 IN_HOST_MEMORY: tuple[SuspendWay, ...] = ("cuda", "sleep_cuda")
 """Methods whose snapshots are host memory of frozen processes."""
+LOST_ANSWER_S = 15.0
+"""Seconds after the first lost answer to a pause in which an idle engine has to answer: what waits
+for its memory does not wait for the whole drain timeout.
+"""
 LEAK_FACTOR = 1.25
 LEAK_FLOOR = 64 * 1024 * 1024
 """An engine that uses this much, and this factor, more than after its start has a leak: it is
@@ -172,9 +176,11 @@ def on_pause_answered(transition: Transition, event: PauseAnswered) -> None:
 
     1. Reply to commands that waited for it.
     2. Busy, or the answer was lost: asked again when the engine reports that it is idle. One that
-       never answers is stopped at the drain deadline.
+       does not answer is stopped at the drain deadline, which is at most LOST_ANSWER_S away if the
+       engine is idle.
     3. It cannot pause: stopped.
-    4. No command needs the pause any more, or the answer was lost: the engine serves again.
+    4. With `only_if_idle`: no command needs the pause any more, or the answer was lost. The engine
+       serves again.
     5. Paused: frozen.
     """
     instance = transition.find(event.instance_id)
@@ -196,6 +202,10 @@ def on_pause_answered(transition: Transition, event: PauseAnswered) -> None:
         return
     if event.error is not None:
         if event.error.code in _LOST:  # 2
+            until = transition.now + LOST_ANSWER_S
+            is_idle = instance.load.active + instance.load.waiting == 0
+            if is_idle and (instance.drain_until is None or instance.drain_until > until):
+                transition.put(instance.model_copy(update={"drain_until": until}))
             return
         if event.error.code != InstanceBusy.code:  # 3
             _give_up(transition, instance, event.error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
@@ -107,4 +108,33 @@ async def test_read_whose_caller_left_before_its_turn_does_not_run() -> None:
     await tasks[0]
     assert await reads.run(lambda: 3, prepare=lambda: None) == 3
     assert ran == []
+    reads.close()
+
+
+async def test_abandoned_reads_that_still_run_are_bounded() -> None:
+    reads, ended = BoundedReads(0.05), threading.Event()
+    begun: list[int] = []
+
+    def hang(number: int) -> None:
+        begun.append(number)
+        ended.wait()
+
+    for number in range(6):
+        with pytest.raises(TimeoutError):
+            await reads.run(partial(hang, number), prepare=lambda: None)
+    assert begun == [0, 1, 2, 3]
+    ended.set()
+    reads.close()
+
+
+async def test_reads_continue_once_an_abandoned_one_has_ended() -> None:
+    reads, ends = BoundedReads(1.0), [threading.Event() for _ in range(4)]
+    for end in ends:
+        with pytest.raises(TimeoutError):
+            await reads.run(end.wait, prepare=lambda: None)
+    waiting = asyncio.create_task(reads.run(lambda: "done", prepare=lambda: None))
+    ends[2].set()
+    assert await asyncio.wait_for(waiting, 60) == "done"
+    for end in ends:
+        end.set()
     reads.close()

@@ -306,6 +306,26 @@ def test_schemas_that_a_notation_cannot_enforce_are_refused(form: ToolFormat, sc
     assert refused.value.param == "tools"
 
 
+@pytest.mark.parametrize("form", ["qwen3_coder", "functiongemma"])
+def test_enumerations_without_a_value_of_their_types_are_refused(form: ToolFormat) -> None:
+    schema = {"type": "object", "properties": {"size": {"type": ["string", "null"], "enum": [1]}}}
+    asked = read_tools([function("f", schema)], "required", False)
+    assert asked is not None
+    with pytest.raises(InvalidRequest, match="cannot be enforced"):
+        write_tool_grammar(asked, form, {})
+
+
+def test_integers_with_a_fraction_of_zero_are_integers(compiler: GrammarCompiler, tokens: Tokenization) -> None:
+    schema = {"type": "object", "properties": {"size": {"type": "integer", "enum": [1.0, 2.0]}}, "required": ["size"]}
+    asked = read_tools([function("f", schema)], "required", False)
+    assert asked is not None
+    grammar = compiler.compile(write_tool_grammar(asked, "qwen3_coder", {}))
+    parser = ToolCallParser("qwen3_coder", {"f": schema})
+    pieces = parser.feed(tokens.decode(generate(grammar, 1, limit=4000))) + parser.finish()
+    found = json.loads("".join(piece.text for piece in pieces if isinstance(piece, Arguments)))
+    assert found["size"] in (1, 2)
+
+
 def test_markers_that_are_special_tokens_are_written_as_tokens(compiler: GrammarCompiler, tokens: Tokenization) -> None:
     asked = read_tools([function("weather")], "required", True)
     assert asked is not None

@@ -10,6 +10,7 @@ from services.nodeagent.domain import events as e
 from services.nodeagent.domain.memory import Ledger
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.domain.status import suspension
+from services.nodeagent.domain.suspending import LOST_ANSWER_S
 from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import InstanceState, SuspendWay
@@ -204,6 +205,17 @@ def test_7_engine_that_never_answers_a_pause_is_stopped_at_the_drain_deadline(w:
     w.hear(e.SuspendCommand(suspend(drain_timeout_ms=1000), 2))
     w.hear(e.PauseAnswered("i", False, DeadlineExceeded("no answer").body()))
     assert e.Signal("i", "term") in w.hear(e.Tick(), 1.0)
+
+
+def test_7_idle_engine_without_an_answer_is_stopped_before_the_drain_deadline(w: World) -> None:
+    w.ready()
+    w.hear(e.SuspendCommand(suspend(drain_timeout_ms=600_000), 2))
+    lost = e.PauseAnswered("i", False, DeadlineExceeded("no answer").body())
+    w.hear(lost)
+    w.hear(e.EngineReported(report(pid=7)), 1.0)
+    w.hear(lost, 3.0)
+    assert not w.hear(e.Tick(), LOST_ANSWER_S - 4.5)
+    assert e.Signal("i", "term") in w.hear(e.Tick(), 0.5)
 
 
 def test_7_engine_that_cannot_pause_is_stopped(w: World) -> None:

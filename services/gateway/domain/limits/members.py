@@ -10,8 +10,6 @@ from hashlib import blake2b
 
 SILENT_S = 3.5
 """A gateway that was silent for so long is gone."""
-PAUSED_S = 2.0
-"""A gateway that did not look for so long was paused itself: announcements may wait to be read."""
 
 
 class Members:
@@ -21,7 +19,6 @@ class Members:
         self._own = own
         self._seen: dict[str, float] = {}
         self._owners: dict[str, str] = {}
-        self._looked_at = 0.0
 
     def on_presence(self, gateway: str, now: float) -> bool:
         """Note a gateway; return whether it is new."""
@@ -37,11 +34,12 @@ class Members:
         if self._seen.pop(gateway, None) is not None:
             self._owners.clear()
 
+    def touch(self, now: float) -> None:
+        """None is silent yet: announcements begin, or those of the last seconds were not read."""
+        self._seen = dict.fromkeys(self._seen, now)
+
     def expire(self, now: float) -> None:
-        """Remove silent gateways; called every second while announcements are expected."""
-        was_paused, self._looked_at = now - self._looked_at > PAUSED_S, now
-        if was_paused:
-            self._seen = dict.fromkeys(self._seen, now)
+        """Remove silent gateways."""
         for gateway in [g for g, seen_at in self._seen.items() if now - seen_at > SILENT_S]:
             self.remove(gateway)
 

@@ -19,6 +19,7 @@ from xdist.remote import Producer
 from tests.support import forking, pauses, prepared_database, what_ran
 from tests.support.by_folder import ByFolder
 from tests.support.examples import examples
+from tests.support.failure_names import FailureNames
 from tests.support.reaping import tie_to_this_process
 from tests.support.servers import NatsServer, PostgresServer
 
@@ -55,8 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
     pauses.install()
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    elif (out := config.getoption(what_ran.OPTION)) is not None:
-        config.pluginmanager.register(what_ran.Recorder(out))
+    else:
+        config.pluginmanager.register(FailureNames(config))
+        if (out := config.getoption(what_ran.OPTION)) is not None:
+            config.pluginmanager.register(what_ran.Recorder(out))
     forking.install()
 
 

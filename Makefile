@@ -8,8 +8,9 @@ TORCH_INDEX ?=
 INSTALLER ?= pip
 # Options of both installs, e.g. --no-compile where tests import what they need.
 PIP_OPTIONS ?=
-# Test processes at a time. Two cores are busy with four: with more, each test only takes longer, and its time-outs come sooner.
-WORKERS ?= 4
+# Test processes at a time. Three keep two cores busy, each with a mesh. On a slow machine, four took 50 minutes and 4,600 CPU seconds
+# for what takes three 35 minutes and 3,200 (`make test-cpu` shows CPU seconds): meshes displace each other from the processor's caches.
+WORKERS ?= 3
 # Of these, how many run the tests of whole meshes first, each of which computes.
 MESH_WORKERS ?= 2
 # What `make test-cpu` runs.

@@ -25,8 +25,10 @@ STREAMS = 8
 """A group runs two at once, and gateways send two more to its queue: one group has half of them."""
 OPTIONS: dict[str, Any] = {"max_concurrency": 2, "max_model_len": 2_500, "keep_alive": -1}
 SHAPE = Shape(1024, 128, 512, 8, 4, 2, 4_096, "float32", 0.0)
-PIECE_DELAY_S = 0.04
-"""For each 64 KiB: some 6 s for the model's 9 MB, half of it for a stage."""
+PIECE_DELAY_S = 0.08
+"""For each 64 KiB: some 12 s for the model's 9 MB, half of it for a stage. The other half is the
+time that a busy machine has until both groups are placed.
+"""
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,8 @@ class Roomy(Thaw):
 
     def _admin(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:
         key = json.loads((self.home / "run" / "endpoints.json").read_text())["admin_key"]
-        answer = httpx.post(f"{self.url}/admin/v1/{path}", json=fields, headers={"authorization": f"Bearer {key}"}, timeout=300)
+        headers = {"authorization": f"Bearer {key}"}
+        answer = httpx.post(f"{self.url}/admin/v1/{path}", json=fields, headers=headers, timeout=300, trust_env=False)
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         return found

@@ -90,7 +90,8 @@ class Asked(threading.Thread):
     def run(self) -> None:
         try:
             with (
-                httpx.Client(timeout=240, verify=False) as client,
+                # Without the environment, which the command line changes in another thread.
+                httpx.Client(timeout=240, verify=False, trust_env=False) as client,
                 client.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, headers=self._headers) as response,
             ):
                 self._outcome = self._read_stream(response) if self._stream and response.is_success else _whole(response)

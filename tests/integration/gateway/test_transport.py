@@ -151,7 +151,7 @@ async def noticed_within(seconds: float, left: float, mesh: Mesh, event: Any) ->
         while True:
             before = loop.time()
             await asyncio.sleep(0.005)
-            await mesh.nc.flush(60)
+            await mesh.flush(60)
             late = max(late, loop.time() - before - 0.005)
 
     meter = asyncio.create_task(measure())

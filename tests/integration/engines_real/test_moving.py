@@ -102,8 +102,9 @@ def test_many_migrations_between_two_vllms_keep_the_tokens(mesh: Hosted, asked: 
                 continue
             assert record["state"] == "done", json.dumps(record)
             assert sum(r["tokens"] for r in record["rounds"]) > 0, ("vLLM's prefix cache was not prepared", record)
-            pauses += [m["pause_ms"] for m in record["requests"]]
-            done += 1
+            # One that finished meanwhile has no pause.
+            found = [m["pause_ms"] for m in record["requests"] if m["outcome"] == "moved"]
+            pauses, done = pauses + found, done + len(found)
         ties += as_undisturbed(mesh, stream.result(), undisturbed[prompt])
         assert streams < MOVES, f"streams end before they can be moved: {done} moves in {streams}"
     assert min(pauses) > 0

@@ -11,8 +11,7 @@ from tests.support.mesh import MODELS, Victim
 from tests.support.outcomes import Asked, ask
 
 AT_ONCE = 200
-LOADS_AT_MOST = 16
-"""On a slow machine waiting models preempt others. Thrashing is a load for each request."""
+LOADS_AT_MOST = 8
 
 
 def test_two_hundred_requests_for_one_cold_model_cause_one_load(mesh: Victim, client: openai.OpenAI) -> None:

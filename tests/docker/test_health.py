@@ -28,15 +28,6 @@ from shared.settings import CommonSettings
 from tests.support.servers import NatsServer
 
 
-async def is_healthy(service: str, **environment: str) -> bool:
-    """Return whether one of several checks succeeds: a container may fail some in a row."""
-    for _ in range(5):
-        status, output = await health(service, **environment)
-        if status == 0:
-            return output == ""
-    return False
-
-
 async def health(service: str, **environment: str) -> tuple[int | None, str]:
     """Return exit status and output."""
     process = await asyncio.create_subprocess_exec(
@@ -63,7 +54,7 @@ async def test_scheduler_is_healthy_while_the_mesh_has_a_leader(mesh: Mesh, own_
     leader = mesh.respond(subjects.ADMIN, TypeAdapter(ViewCluster), view)
     await leader.start()
     await mesh.flush()
-    assert await is_healthy("scheduler", THAW_NATS_URL=own_nats.url)
+    assert await health("scheduler", THAW_NATS_URL=own_nats.url) == (0, "")
     await leader.stop()
     await mesh.flush()
     status, output = await health("scheduler", THAW_NATS_URL=own_nats.url)
@@ -79,7 +70,7 @@ async def test_loader_is_healthy_while_its_status_is_received(mesh: Mesh, own_na
             await asyncio.sleep(0.1)
 
     publishing = asyncio.create_task(broadcast())
-    assert await is_healthy("loader", THAW_NATS_URL=own_nats.url, THAW_NODE="n")
+    assert await health("loader", THAW_NATS_URL=own_nats.url, THAW_NODE="n") == (0, "")
     assert (await health("loader", THAW_NATS_URL=own_nats.url, THAW_NODE="other"))[0] == 1
     publishing.cancel()
 
@@ -91,7 +82,7 @@ async def test_a_migrator_is_healthy_while_the_bucket_of_migrations_can_be_read(
     await mesh.start()
     await migrations_bucket(mesh.nc.jetstream())
     await mesh.stop()
-    assert await is_healthy("migrator", THAW_NATS_URL=own_nats.url)
+    assert await health("migrator", THAW_NATS_URL=own_nats.url) == (0, "")
     own_nats.kill()
     assert (await health("migrator", THAW_NATS_URL=own_nats.url))[0] == 1
 

@@ -21,7 +21,6 @@ from thaw.cli.demo import card_of
 from thaw.demo.models import Shape, make_demo_model
 
 NODES = ("node-0", "node-1")
-_ATTEMPTS = 4
 
 
 @contextmanager
@@ -146,33 +145,20 @@ def start_in_groups(
 ) -> list[Stream]:
     """Register the model for groups, and start streams for which the scheduler chooses them.
 
-    A busy machine may use up the time that the objective leaves before a request is placed: the
-    scheduler then chooses one worker, and everything is tried again.
-
     Args:
         start: Starts the streams.
         stages: Of all groups that start.
     """
-    for _ in range(_ATTEMPTS):
-        register_for_group(mesh, server, name, options, tpot)
-        streams = start()
-        found: list[dict[str, Any]] = []
+    register_for_group(mesh, server, name, options, tpot)
+    streams = start()
+    found: list[dict[str, Any]] = []
 
-        def is_placed(found: list[dict[str, Any]] = found, streams: list[Stream] = streams) -> bool:
-            is_answered = any(s.tokens for s in streams)
-            found[:] = instances(mesh, name)
-            return count_stages(found) >= stages or count_stages(found) < len(found) or is_answered
+    def are_placed() -> bool:
+        found[:] = instances(mesh, name)
+        return count_stages(found) >= stages
 
-        until(is_placed, what=lambda found=found: f"{stages} stages of {name} start: {found}")  # type: ignore[misc]
-        if count_stages(found) >= stages:
-            return streams
-        for stream in streams:
-            stream.leave()
-        for stream in streams:
-            stream.thread.join(120)
-        mesh.json("sleep", name)
-        until(lambda: not instances(mesh, name), what=f"the instances of {name} have ended")
-    raise AssertionError(f"{_ATTEMPTS} times the scheduler chose one worker: {mesh.json('explain', name)['reason']}")
+    until(are_placed, what=lambda: f"{stages} stages of {name} start: {found}; {mesh.json('explain', name)['reason']}")
+    return streams
 
 
 def count_stages(found: list[dict[str, Any]]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.paced_nodes import NODES, paced_nodes, paced_server, predicted_ms, register, stages_of, start_in_groups
+from tests.e2e.paced_nodes import NODES, paced_nodes, paced_server, predicted_ms, register, register_for_group, stages_of
 from tests.integration.loader.tiers_server import TierServer
 from tests.support.launcher import until
 from tests.support.moving import Roomy, Stream, body
@@ -33,13 +33,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServer]:
 
 @pytest.fixture(scope="module")
 def mesh(server: TierServer) -> Iterator[Roomy]:
-    with paced_nodes(server, OPTIONS, THAW_CACHE_BYTES="0", THAW_CONSOLIDATE="false") as found:
+    with paced_nodes(server, OPTIONS, THAW_CONSOLIDATE="false") as found:
         yield found
 
 
 def test_objective_that_one_node_misses_is_met_by_a_group_that_answers_as_one_engine(mesh: Roomy, server: TierServer) -> None:
-    [stream] = start_in_groups(mesh, server, "far", OPTIONS, lambda: [Stream(mesh.url, body("far", **LONG)).start()])
-    answer = stream.result()
+    register_for_group(mesh, server, "far", OPTIONS)
+    answer = Stream(mesh.url, body("far", **LONG)).start().result()
     plan = mesh.json("explain", "far")
     assert (plan["chosen"]["ready_by"], plan["chosen"]["stages"]) == ("pipeline", 2), plan
     assert "one worker would miss the objective" in plan["reason"]
@@ -69,23 +69,15 @@ def test_fetch_waits_while_it_would_make_another_one_miss_its_objective(mesh: Ro
         c["predicted_ms"] for c in mesh.json("explain", "tight", "--what-if", "drop-node=beside")["candidates"] if c["predicted_ms"]
     ]
     register(mesh, server, "tight", 1.25 * alone_ms / 1e3, OPTIONS, "node-0/*")
-    # On a busy machine the first fetch may have ended, or be late anyway, before the second begins.
-    assert any(does_second_fetch_wait(mesh) for _ in range(3)), "the second fetch never waits for the link"
-
-
-def does_second_fetch_wait(mesh: Roomy) -> bool:
-    """Start both models; return whether the second one waited for the link of the first."""
     tight = Stream(mesh.url, body("tight", **LONG)).start()
     until(lambda: is_starting(mesh, "tight"), what="the first model fetches")
     loose = Stream(mesh.url, body("loose", **LONG)).start()
-    waited = False
-    while not waited and not loose.opened.wait(0.05):
-        waited = "node-0's link: one fetch would miss its objective (tight)" in latest_reason(mesh, "loose")
+    until(
+        lambda: "node-0's link: one fetch would miss its objective (tight)" in latest_reason(mesh, "loose"),
+        what="the second fetch waits for the link",
+    )
     assert tight.result().text
     assert loose.result().text
-    for model in ("tight", "loose"):
-        mesh.json("sleep", model)
-    return waited
 
 
 def latest_reason(mesh: Roomy, model: str) -> str:

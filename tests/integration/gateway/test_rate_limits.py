@@ -106,7 +106,7 @@ async def test_requests_do_not_ask_a_frozen_gateway_one_after_the_other(own_nats
         await own.on_presence(GatewayPresent(gateway=name))
     key = ApiKey(name=_key_owned_in_order("frozen", "live", "own"), created=0, requests_per_minute=100)
     await asyncio.gather(*(own.admit(key, 1.0) for _ in range(4)))
-    assert 1 <= len(asked) < 4  # again only if this process was paused for longer than its deadline
+    assert len(asked) in (1, 2)  # a second time only if this process was paused beyond the deadline
     await mesh.stop()
 
 

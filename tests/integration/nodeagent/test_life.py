@@ -73,6 +73,7 @@ async def test_a_drain_lets_running_requests_finish(node: Node) -> None:
     await node.mesh.nc.subscribe(f"t.{instance_id}", cb=on_message)
     await begin_request(node, instance_id)
     await node.stop(instance_id)
+    await node.seen(lambda s: any(i.instance_id == instance_id and i.state is DRAINING for i in s.instances))
     await node.reaches(instance_id, STOPPED)
     assert finished.is_set()
 

@@ -29,3 +29,11 @@ async def test_a_wait_takes_its_time() -> None:
     await asyncio.sleep(2 * PAUSED_S)
     assert time.monotonic() - began >= 2 * PAUSED_S
     assert loop.time() - looped >= 2 * PAUSED_S
+
+
+async def test_time_in_which_code_computes_on_the_loop_counts() -> None:
+    loop = asyncio.get_running_loop()
+    looped, ends = loop.time(), time.thread_time() + 4 * PAUSED_S
+    while time.thread_time() < ends:
+        pass
+    assert loop.time() - looped >= 4 * PAUSED_S

@@ -14,6 +14,8 @@ import socket
 import threading
 import time
 
+from shared.ports import free_port
+
 _CONNECT_WITHIN_S = 20.0
 """How long a client's connection waits while every gateway refuses."""
 _RETRY_EVERY_S = 0.05
@@ -31,7 +33,8 @@ class Balancer:
         self._gateways = gateways
         self._turn = itertools.count()
         self._owners: dict[int, str] = {}
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        # Not a port of the ephemeral range: clients of a server that had it before would still ask it.
+        self._listener = socket.create_server(("127.0.0.1", free_port()), backlog=512)
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="balancer", daemon=True)

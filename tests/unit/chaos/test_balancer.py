@@ -20,7 +20,7 @@ class Echo:
     """Answers each connection with its name; closes it on request."""
 
     def __init__(self, name: bytes) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener = socket.create_server(("127.0.0.1", free_port()))
         self.port: int = self.listener.getsockname()[1]
         self.connections: list[socket.socket] = []
         self._name = name

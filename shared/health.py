@@ -1,110 +1,120 @@
-"""Check a service's health for a container: `python -m shared.health SERVICE`.
+"""Report a service's health to its container.
 
-The exit status is 0 for a healthy service, else 1 with the reason.
+The images name a file in `THAW_HEALTH_FILE`. A service checks itself every few seconds, over the
+connection that it serves with, and writes the result there: nothing if it is healthy, else the
+fault. The health check of the container reads the file with a shell (compose/thaw-healthy), and
+fails as well if the file is old, as that of a service that hangs. See docs/adr/0114.
 
 scheduler             some scheduler leads and answers over NATS: a standby is healthy as long as
                       its mesh has a leader
-nodeagent, loader     this node's status is broadcast over NATS every second
-migrator              NATS is reachable with the migrator's settings, and the bucket of migrations
-                      is readable
-gateway               /ready: connected to NATS, the catalogue read, not stopping
-
-The check runs beside the service, with the same settings, every few seconds on each node. It
-therefore imports little: neither the contracts nor the mesh's connection, which take four times the
-processor time.
+nodeagent, loader     the status of this node arrives over NATS
+migrator              the bucket of migrations is readable
+gateway               as `/ready`: connected to NATS, the catalogue read, not stopping
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
+import logging
 import os
-import ssl
-import sys
-import urllib.error
-import urllib.request
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Final
+
+from nats.js.errors import BucketNotFoundError
 
 from shared.contracts import subjects
-from shared.nats_urls import inbox_prefix, requires_tls
+from shared.contracts.admin import ClusterView, ViewCluster
+from shared.errors import ThawError
+from shared.messaging import Mesh
+from shared.telemetry.logs import LogRateLimit
 
-SERVICES = ("gateway", "scheduler", "migrator", "nodeagent", "loader")
+log = logging.getLogger(__name__)
+VARIABLE: Final = "THAW_HEALTH_FILE"
+PERIOD_S: Final = 5.0
 _WITHIN_S = 5.0
-VIEW = {"kind": "view", "deadline_ms": int(_WITHIN_S * 1e3), "brief": True}
-"""`ViewCluster`, without the import of its model."""
+_NOT_CONNECTED = "There is no connection to NATS"
+
+Check = Callable[[], Awaitable[str]]
+"""Returns the fault, or "" if the service is healthy."""
 
 
-async def _over_nats(service: str) -> str | None:
-    """Return the fault; None if there is none. Raises `TimeoutError` and `nats.errors.Error`."""
-    import nats  # the gateway's check does not need it
-    from nats.errors import NoRespondersError
-    from nats.js.errors import BucketNotFoundError
+async def report_health(check: Check) -> None:
+    """Check the service every few seconds, and write the result to the file, until cancelled.
 
-    urls = [url.strip() for url in (_setting("nats_url") or "nats://127.0.0.1:4222").split(",")]
-    tls = {"tls_handshake_first": True} if requires_tls(urls) else {}
-    async with asyncio.timeout(_WITHIN_S):
-        nc = await nats.connect(
-            urls, name=f"health-{service}", inbox_prefix=inbox_prefix(urls[0]), allow_reconnect=False, error_cb=_ignore, **tls
-        )
+    Returns at once if the environment names no file: outside containers the supervisor asks.
+    """
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return
+    failures = LogRateLimit()
+    while True:
+        fault = await find_fault(check)
         try:
-            match service:
-                case "scheduler":
-                    reply = await nc.request(subjects.ADMIN, json.dumps(VIEW).encode(), timeout=_WITHIN_S)
-                    view = json.loads(reply.data)
-                    return view["error"]["message"] if view["kind"] == "failure" else None
-                case "migrator":
-                    await (await nc.jetstream(timeout=_WITHIN_S).key_value(subjects.MIGRATIONS_BUCKET)).status()
-                case _:
-                    node = _setting("node") or "node-0"
-                    subject = subjects.node_status(node) if service == "nodeagent" else subjects.loader_status(node)
-                    await (await nc.subscribe(subject, max_msgs=1)).next_msg(timeout=_WITHIN_S)
-        except NoRespondersError:
-            return "No process answers as the scheduler: none leads"
-        except BucketNotFoundError:
-            return "The bucket of migrations does not exist yet"
-        finally:
-            await nc.close()
-    return None
+            _write(Path(name), fault)
+        except OSError as e:  # the container's check shows that the file is old
+            if failures.allows(type(e).__name__):
+                log.warning("failed to report the service's health", extra={"error": repr(e)})
+        await asyncio.sleep(PERIOD_S)
 
 
-def _setting(name: str) -> str | None:
-    """Return a setting as `shared.settings` reads it."""
-    if value := os.environ.get(f"THAW_{name.upper()}"):
-        return value
-    file = Path(os.environ.get("THAW_SECRETS_DIR", "/nonexistent")) / f"thaw_{name}"
-    return file.read_text().strip() if file.is_file() else None
-
-
-async def _ignore(_: Exception) -> None:
-    """The error ends the check, which reports it."""
-
-
-def _over_http() -> None:
-    port = os.environ.get("THAW_GATEWAY_PORT", "8080")
-    scheme = "https" if os.environ.get("THAW_TLS_CERTIFICATE") else "http"
-    # The certificate is for a name of the outside; what answers here is the container's own
-    # gateway.
-    unchecked = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), unchecked)
-    opener.open(f"{scheme}://127.0.0.1:{port}/ready", timeout=_WITHIN_S).close()
-
-
-def check(service: str) -> str | None:
-    """Return the fault; None if there is none."""
+async def find_fault(check: Check) -> str:
+    """Return the fault that a check finds, or what prevented the check."""
     try:
-        if service == "gateway":
-            _over_http()
-            return None
-        return asyncio.run(_over_nats(service))
-    except urllib.error.HTTPError as e:
-        return e.read().decode(errors="replace")
+        async with asyncio.timeout(_WITHIN_S):
+            return await check()
     except TimeoutError:
-        return f"TimeoutError: nothing within {_WITHIN_S:g} s; is NATS reachable, and does the {service} run?"
+        return f"Nothing was received over NATS within {_WITHIN_S:g} s"
+    except ThawError as e:
+        return e.message
     except Exception as e:  # of whatever kind: the service is not healthy, and this is why
         return f"{type(e).__name__}: {e}"
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in SERVICES:
-        sys.exit(f"usage: python -m shared.health {'|'.join(SERVICES)}")
-    sys.exit(check(sys.argv[1]))
+async def check_leader(mesh: Mesh) -> str:
+    """Check that a scheduler leads and answers.
+
+    Raises:
+        ThawError: None does.
+    """
+    if not mesh.is_connected:
+        return _NOT_CONNECTED
+    await mesh.request(subjects.ADMIN, ViewCluster(brief=True, deadline_ms=int(_WITHIN_S * 1e3)), ClusterView)
+    return ""
+
+
+async def check_status(mesh: Mesh, subject: str) -> str:
+    """Check that a status arrives on `subject`, to which this service publishes every second.
+
+    Raises:
+        TimeoutError: None does.
+    """
+    if not mesh.is_connected:
+        return _NOT_CONNECTED
+    subscription = await mesh.nc.subscribe(subject, max_msgs=1)
+    try:
+        await subscription.next_msg(timeout=_WITHIN_S)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the connection is lost, and the subscription with it
+            await subscription.unsubscribe()
+        raise
+    return ""
+
+
+async def check_migrations(mesh: Mesh) -> str:
+    """Check that the bucket of migrations can be read."""
+    if not mesh.is_connected:
+        return _NOT_CONNECTED
+    try:
+        await (await mesh.nc.jetstream(timeout=_WITHIN_S).key_value(subjects.MIGRATIONS_BUCKET)).status()
+    except BucketNotFoundError:
+        return "The bucket of migrations does not exist yet"
+    return ""
+
+
+def _write(file: Path, fault: str) -> None:
+    """Replace the file: a reader finds the old report or the new one, and no part of one."""
+    draft = file.with_name(f"{file.name}.new")
+    draft.write_text(f"{fault}\n" if fault else "")
+    draft.rename(file)

@@ -71,6 +71,7 @@ from shared.contracts.demand import LoadFailed
 from shared.contracts.limits import GatewayPresent
 from shared.contracts.migration import GATEWAY_CONTROL
 from shared.contracts.node import NodeChanges, NodeStatus, StatusWanted
+from shared.health import report_health
 from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import batches_bucket, catalog_bucket, keys_bucket
@@ -278,6 +279,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
             group.create_task(gateway.request_log.run(), name="traces"),
             group.create_task(batches.run(), name="batches"),
             group.create_task(collect_when_idle(server.activity), name="garbage"),
+            group.create_task(report_health(partial(_find_faults, gateway)), name="health"),
         ]
         start_collecting_rarely()
         await wait_for_first(stop, gateway.mesh.lost)
@@ -286,6 +288,10 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         await parsers.close()
         await end(*background, *gateway.tasks)
     return 1 if lost else 0
+
+
+async def _find_faults(gateway: Gateway) -> str:
+    return "; ".join(gateway.not_ready_reasons())
 
 
 def _load_tls(config: uvicorn.Config) -> str:

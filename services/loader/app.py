@@ -36,6 +36,7 @@ from shared.contracts.loader_socket import loader_socket
 from shared.contracts.node import STATUS_INTERVAL_S, NodeOutline
 from shared.contracts.segment import segment_prefix
 from shared.errors import Conflict
+from shared.health import check_status, report_health
 from shared.messaging import Mesh
 from shared.private import make_private
 from shared.runtime import report_ready
@@ -222,9 +223,10 @@ async def _serve_mesh(settings: LoaderSettings, stop: asyncio.Event, loader: Loa
     subject = subjects.loader_status(settings.node)
     async with asyncio.TaskGroup() as tasks:
         broadcast = tasks.create_task(_broadcast(mesh, loader, sharing, subject), name="broadcast")
+        reporting = tasks.create_task(report_health(partial(check_status, mesh, subject)), name="health")
         report_ready()
         await wait_for_first(stop, mesh.lost)
-        await end(broadcast)
+        await end(broadcast, reporting)
     await _warn_engines(mesh, subject, loader.status(await asyncio.to_thread(sharing.status)))
     await loader.stop()
     await commands.stop()

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import uuid
+from functools import partial
 
 from services.migrator.adapters.conversations import NatsConversations
 from services.migrator.adapters.records import Records
@@ -17,6 +18,7 @@ from services.migrator.adapters.telemetry import Metrics
 from services.migrator.domain.work import Options
 from services.migrator.loop import Migrator
 from services.migrator.settings import MigratorSettings
+from shared.health import check_migrations, report_health
 from shared.messaging import Mesh
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.streams import migrations_bucket
@@ -40,8 +42,9 @@ async def run(settings: MigratorSettings, stop: asyncio.Event) -> int:
     try:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(_serve(mesh, migrator, tasks), name="serve")
+            reporting = tasks.create_task(report_health(partial(check_migrations, mesh)), name="health")
             await wait_for_first(stop, mesh.lost)
-            await end(serving, again_s=3.0)
+            await end(serving, reporting, again_s=3.0)
     finally:
         if not mesh.lost.is_set():
             await mesh.stop()

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from shared.contracts.loader import LoaderStatus
 from shared.contracts.logs import LOG_REQUEST
 from shared.contracts.node import NODE_COMMAND, NodeCommand, ResumeInstance, StartInstance, StatusWanted, SuspendInstance
 from shared.errors import Conflict, DeviceMissing
+from shared.health import check_status, report_health
 from shared.messaging import Mesh
 from shared.private import make_private
 from shared.runtime import report_ready
@@ -180,6 +182,7 @@ class Nodeagent:
         await commands.start()
         publishing = self._run("publisher", self.publisher.run())
         self._run("ready", self._report_ready())
+        self._run("health", report_health(partial(check_status, self.mesh, subjects.node_status(node))))
         self._run("meter", self.meter.run())
         with self.mesh.on_reconnect(self.publisher.want_whole):
             await wait_for_first(self.mesh.lost, stop)

@@ -144,6 +144,11 @@ class Mesh:
             self._reconnect_listeners.remove(listener)
 
     @property
+    def is_connected(self) -> bool:
+        """True while there is a connection to NATS."""
+        return self._started and bool(self.nc.is_connected)
+
+    @property
     def nc(self) -> Client:
         """The raw client."""
         return self._broker.connection

@@ -1,4 +1,4 @@
-"""shared.health distinguishes a working service from a failed one.
+"""Services report their health, and the check of a container reads the report.
 
 No engine is needed.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
+import time
 from collections.abc import AsyncIterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from pydantic import SecretStr, TypeAdapter
@@ -20,23 +18,22 @@ from pydantic import SecretStr, TypeAdapter
 from shared.contracts import subjects
 from shared.contracts.admin import ClusterView, ViewCluster
 from shared.contracts.loader import LoaderStatus
-from shared.health import VIEW
+from shared.health import VARIABLE, Check, check_leader, check_migrations, check_status, find_fault, report_health
 from shared.messaging import Mesh
 from shared.messaging.streams import migrations_bucket
-from shared.ports import free_port
 from shared.settings import CommonSettings
+from tests.docker.engine import ROOT
 from tests.support.servers import NatsServer
 
+WITHIN_S = 60.0
 
-async def health(service: str, **environment: str) -> tuple[int | None, str]:
-    """Return exit status and output."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "shared.health", service),
-        env={**os.environ, **environment},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, output = await asyncio.wait_for(process.communicate(), 120)
-    return process.returncode, output.decode()
+
+def check_container(file: Path) -> tuple[int, str]:
+    """Run the check of a container; return its exit status and output."""
+    environment = {**os.environ, VARIABLE: str(file)}
+    done = subprocess.run([str(ROOT / "compose" / "thaw-healthy")], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
 
 
 @pytest.fixture
@@ -47,22 +44,20 @@ async def mesh(own_nats: NatsServer) -> AsyncIterator[Mesh]:
     await mesh.stop()
 
 
-async def test_scheduler_is_healthy_while_the_mesh_has_a_leader(mesh: Mesh, own_nats: NatsServer) -> None:
+async def test_scheduler_is_healthy_while_the_mesh_has_a_leader(mesh: Mesh) -> None:
     async def view(_: ViewCluster) -> ClusterView:
         return ClusterView(scheduler="s", epoch=1)
 
     leader = mesh.respond(subjects.ADMIN, TypeAdapter(ViewCluster), view)
     await leader.start()
     await mesh.flush()
-    assert await health("scheduler", THAW_NATS_URL=own_nats.url) == (0, "")
+    assert await find_fault(lambda: check_leader(mesh)) == ""
     await leader.stop()
     await mesh.flush()
-    status, output = await health("scheduler", THAW_NATS_URL=own_nats.url)
-    assert status == 1
-    assert "No process answers" in output
+    assert "No process answers" in await find_fault(lambda: check_leader(mesh))
 
 
-async def test_loader_is_healthy_while_its_status_is_received(mesh: Mesh, own_nats: NatsServer) -> None:
+async def test_loader_is_healthy_while_its_status_is_received(mesh: Mesh) -> None:
     async def broadcast() -> None:
         while True:
             for _ in range(20):  # more than the check reads
@@ -70,71 +65,80 @@ async def test_loader_is_healthy_while_its_status_is_received(mesh: Mesh, own_na
             await asyncio.sleep(0.1)
 
     publishing = asyncio.create_task(broadcast())
-    assert await health("loader", THAW_NATS_URL=own_nats.url, THAW_NODE="n") == (0, "")
-    assert (await health("loader", THAW_NATS_URL=own_nats.url, THAW_NODE="other"))[0] == 1
+    assert await find_fault(lambda: check_status(mesh, subjects.loader_status("n"))) == ""
+    assert "Nothing was received" in await find_fault(lambda: check_status(mesh, subjects.loader_status("other")))
     publishing.cancel()
 
 
-async def test_a_migrator_is_healthy_while_the_bucket_of_migrations_can_be_read(own_nats: NatsServer) -> None:
-    status, output = await health("migrator", THAW_NATS_URL=own_nats.url)
-    assert (status, output) == (1, "The bucket of migrations does not exist yet\n")
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
-    await mesh.start()
+async def test_a_migrator_is_healthy_while_the_bucket_of_migrations_can_be_read(mesh: Mesh) -> None:
+    assert await find_fault(lambda: check_migrations(mesh)) == "The bucket of migrations does not exist yet"
     await migrations_bucket(mesh.nc.jetstream())
-    await mesh.stop()
-    assert await health("migrator", THAW_NATS_URL=own_nats.url) == (0, "")
+    assert await find_fault(lambda: check_migrations(mesh)) == ""
+
+
+async def test_no_service_is_healthy_without_nats(mesh: Mesh, own_nats: NatsServer) -> None:
+    await migrations_bucket(mesh.nc.jetstream())
+    checks: list[Check] = [
+        lambda: check_leader(mesh),
+        lambda: check_status(mesh, subjects.loader_status("n")),
+        lambda: check_migrations(mesh),
+    ]
     own_nats.kill()
-    assert (await health("migrator", THAW_NATS_URL=own_nats.url))[0] == 1
+    async with asyncio.timeout(WITHIN_S):
+        while mesh.is_connected:  # noqa: ASYNC110 - the condition is in NATS's client
+            await asyncio.sleep(0.01)
+    assert {await find_fault(check) for check in checks} == {"There is no connection to NATS"}
 
 
-async def test_no_service_is_healthy_without_nats() -> None:
-    status, output = await health("nodeagent", THAW_NATS_URL=f"nats://127.0.0.1:{free_port()}")
+async def test_mesh_that_has_not_started_is_not_connected() -> None:
+    mesh = Mesh(CommonSettings(), "test")
+    assert await find_fault(lambda: check_migrations(mesh)) == "There is no connection to NATS"
+
+
+async def test_fault_is_reported_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, checks, enough = tmp_path / "health", 0, asyncio.Event()
+    monkeypatch.setenv(VARIABLE, str(file))
+    monkeypatch.setattr("shared.health.PERIOD_S", 0.0)
+    seen: list[tuple[int, str]] = []
+
+    async def check() -> str:
+        nonlocal checks
+        checks += 1
+        if checks > 1:  # the report of the last check is written
+            seen.append(await asyncio.to_thread(check_container, file))
+        if len(seen) == 3:
+            enough.set()
+        match checks:
+            case 1:
+                return "not connected"
+            case 2:
+                raise ValueError("a defect")
+            case _:
+                return ""
+
+    assert check_container(file)[0] == 1
+    reporting = asyncio.create_task(report_health(check))
+    await asyncio.wait_for(enough.wait(), WITHIN_S)
+    reporting.cancel()
+    assert seen[:3] == [(1, "not connected\n"), (1, "ValueError: a defect\n"), (0, "")]
+
+
+def test_service_that_has_not_reported_for_long_is_unhealthy(tmp_path: Path) -> None:
+    file = tmp_path / "health"
+    status, output = check_container(file)
     assert status == 1
-    assert "TimeoutError" in output
-    assert "is NATS reachable" in output
-
-
-async def test_settings_are_read_from_files_of_secrets_too(own_nats: NatsServer, tmp_path: Path) -> None:
-    (tmp_path / "thaw_nats_url").write_text(f"{own_nats.url}\n")
-    status, output = await health("scheduler", THAW_SECRETS_DIR=str(tmp_path))
+    assert "has not reported its health yet" in output
+    file.write_text("")
+    assert check_container(file) == (0, "")
+    os.utime(file, (time.time() - 60,) * 2)
+    status, output = check_container(file)
     assert status == 1
-    assert "No process answers" in output
+    assert "for 30 s" in output
 
 
-def test_the_question_to_the_scheduler_is_the_contracts() -> None:
-    assert ViewCluster.model_validate(VIEW) == ViewCluster(brief=True, deadline_ms=5000)
+async def test_nothing_is_reported_outside_containers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> str:
+        raise AssertionError("outside containers no check runs")
 
-
-def test_the_check_imports_neither_contracts_nor_the_mesh() -> None:
-    """It runs every few seconds beside each service."""
-    code = "import sys, shared.health, nats; sys.exit('pydantic' in sys.modules or 'faststream' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-async def test_gateway_is_healthy_when_it_is_ready() -> None:
-    statuses = [200, 503]
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert self.path == "/ready"
-            self.send_response(statuses.pop(0))
-            self.end_headers()
-            self.wfile.write(b"not connected to NATS")
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Log nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        port = str(server.server_port)
-        assert (await health("gateway", THAW_GATEWAY_PORT=port))[0] == 0
-        status, output = await health("gateway", THAW_GATEWAY_PORT=port)
-        assert status == 1
-        assert "not connected to NATS" in output
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-    assert (await health("gateway", THAW_GATEWAY_PORT=port))[0] == 1
+    monkeypatch.delenv(VARIABLE, raising=False)
+    await report_health(check)

@@ -33,7 +33,7 @@ class Balancer:
         self._gateways = gateways
         self._turn = itertools.count()
         self._owners: dict[int, str] = {}
-        # Not a port of the ephemeral range: clients of a server that had it before would still ask it.
+        # None of the ephemeral range: clients of a server that had it before would still ask it.
         self._listener = socket.create_server(("127.0.0.1", free_port()), backlog=512)
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()

@@ -39,7 +39,7 @@ from shared.contracts.usage import (
     ViewUsage,
 )
 from tests.integration.scheduler.test_displacements import plan, waited
-from tests.unit.scheduler.test_holdings import instance, status
+from tests.support.node_statuses import instance, status
 from tests.unit.scheduler.world import World
 
 HOUR = 500_000

@@ -26,7 +26,7 @@ from tests.integration.scheduler.conftest import Site, spec
 from tests.integration.scheduler.serving import gateway, serving_node
 from tests.integration.scheduler.test_metering import ADMIN, ask
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.test_holdings import SUSPENDED, instance, status
+from tests.support.node_statuses import SUSPENDED, instance, status
 from tests.unit.scheduler.world import World
 
 HOUR = 500_000

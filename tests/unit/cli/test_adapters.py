@@ -10,7 +10,7 @@ from shared.contracts.admin import ClusterView, ModelView, NodeView
 from shared.contracts.engine import EngineLoad, LoadedAdapter
 from shared.contracts.model_info import AdapterInfo
 from shared.contracts.node import InstanceState
-from tests.unit.cli.test_ps import VIEW, instance
+from tests.unit.cli.views import VIEW, instance
 from thaw.cli.listing import adapters_after_bases, shown_name
 from thaw.cli.ps import show_models
 

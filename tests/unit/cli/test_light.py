@@ -18,8 +18,8 @@ from rich.console import Console
 from shared.contracts.admin import ClusterView, MigrationsViewed, ModelView, NodeView
 from shared.contracts.base import Frozen
 from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, Timing
-from tests.unit.cli.test_migrate import DONE
-from tests.unit.cli.test_ps import VIEW, instance
+from tests.unit.cli.migrations import DONE
+from tests.unit.cli.views import VIEW, instance
 from thaw.cli.gateway import Gateway
 from thaw.cli.listing import show_migrations, summary
 from thaw.cli.plain import to_plain

@@ -11,33 +11,12 @@ from typer.testing import CliRunner
 
 from shared.contracts.admin import ClusterView
 from shared.contracts.base import ErrorBody
-from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest
+from shared.contracts.migration import MovedRequest
+from tests.unit.cli.migrations import DONE
 from thaw.cli import migrate as verbs
 from thaw.cli.app import app
 from thaw.cli.listing import show_migrations, summary
 from thaw.cli.migrate import concerning, describe, show_moves
-
-DONE = MigrationRecord(
-    migration_id="m-1",
-    token=1,
-    model="one",
-    revision="r",
-    source_instance="i-1",
-    source_node="node-0",
-    instance_id="i-2",
-    node="node-1",
-    created=1.0,
-    state="done",
-    rounds=(
-        MigrationRound(request_id="q-1", number=1, tokens=300, took_ms=41.0, gap=7),
-        MigrationRound(request_id="p-1", number=1, tokens=200, took_ms=30.0, gap=2),
-    ),
-    requests=(
-        MovedRequest(request_id="q-1", outcome="moved", tokens=90, pause_ms=31.0),
-        MovedRequest(request_id="p-1", outcome="finished"),
-    ),
-    duration_ms=812.0,
-)
 
 
 def shown(show: object, *arguments: object) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shared.contracts.admin import ClusterView, ModelsAdded
 from shared.contracts.models import ModelSpec
-from tests.unit.cli.test_ps import VIEW
+from tests.unit.cli.views import VIEW
 from thaw.cli.api import Api
 from thaw.cli.app import main
 from thaw.cli.apply import apply_models

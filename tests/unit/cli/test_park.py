@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from shared.contracts.admin import ClusterView, ModelView, ParkView
-from tests.unit.cli.test_ps import VIEW
+from tests.unit.cli.views import VIEW
 from thaw.cli.listing import park_line
 from thaw.cli.park import changes, park_cell
 from thaw.cli.ps import show_models

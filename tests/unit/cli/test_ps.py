@@ -7,32 +7,12 @@ import io
 import pytest
 from rich.console import Console
 
-from shared.contracts.admin import ClusterView, LoaderView, ModelView, NodeView
+from shared.contracts.admin import ClusterView, LoaderView, NodeView
 from shared.contracts.loader import DeviceMemory, KvOnDevice, LinkStatus, ModelUnits
-from shared.contracts.model_info import ModelInfo
-from shared.contracts.models import ModelCard, ModelSpec
-from shared.contracts.node import DeviceStatus, InstanceState, InstanceStatus, Suspension, Timing
-from tests.unit.cli.test_migrate import DONE
+from shared.contracts.node import DeviceStatus, InstanceState, Suspension, Timing
+from tests.unit.cli.migrations import DONE
+from tests.unit.cli.views import VIEW, instance
 from thaw.cli.ps import facts_of, show_devices, show_memory, show_models, state_of
-
-INFO = ModelInfo(
-    source="/m", revision="r", architecture="A", model_type="a", task="generate", weights_bytes=1, parameters=1, dtype="float32",
-    context_length=8, kv_bytes_per_token=1,
-)  # fmt: skip
-VIEW = ModelView(card=ModelCard(spec=ModelSpec(name="m", source="/m"), info=INFO, created=0))
-
-
-def instance(state: InstanceState) -> InstanceStatus:
-    return InstanceStatus(
-        instance_id=f"i-{state.value}",
-        plan_id="p",
-        token=1,
-        model="m",
-        generation=1,
-        revision="r",
-        device_ids=("cpu:0",),
-        state=state,
-    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from shared.contracts.admin import ClusterView, ModelPulled, PullOptions, PullsCancelled, PullTarget, PullView
 from shared.sizing import MIB
-from tests.unit.cli.test_ps import VIEW
+from tests.unit.cli.views import VIEW
 from thaw.cli import pull as verbs
 from thaw.cli.app import app
 from thaw.errors import CommandError

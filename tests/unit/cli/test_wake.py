@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from shared.contracts.admin import ClusterView, ModelAsleep, NodeView
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus
 from shared.sizing import MIB
-from tests.unit.cli.test_ps import VIEW, instance
+from tests.unit.cli.views import VIEW, instance
 from thaw.cli import wake as verbs
 from thaw.cli.app import app
 

@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from services.engine.grammar.library import Matcher, Vocabulary
 from services.engine.grammar.matcher import TokenMatcher
 from services.engine.tokenization import Tokenization
 from shared.errors import EngineFailed, InvalidRequest
+from tests.unit.engine.random_output import EOS, generate
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -34,7 +34,6 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "size", "ok"],
     "additionalProperties": False,
 }
-EOS = (0, 2)
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +63,6 @@ def test_keys_share_no_compiled_grammars_and_all_of_them_are_bounded(tokens: Tok
         compiler.compile(wanted, f"key {number}")
     assert len(compiler._kept) == 64
     assert compiler.compile(wanted, "alice") is not first
-
-
-def generate(grammar: Grammar, seed: int, limit: int = 400, begin: Sequence[int] = ()) -> list[int]:
-    """Choose among the allowed tokens at random behind `begin`, until one ends the response."""
-    matcher, random = TokenMatcher(grammar), np.random.default_rng(seed)
-    made: list[int] = list(begin)
-    while len(made) < limit:
-        allowed = matcher.allowed_after(made[matcher.consumed :]).nonzero().flatten().numpy()
-        made.append(int(random.choice(allowed)))
-        if made[-1] in EOS:
-            break
-    return made
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -20,7 +20,7 @@ from services.engine.stages.stage_receiving import StageReceiving
 from shared.contracts.kv_transfer import KvOffer
 from shared.contracts.stages import STAGE_MESSAGE, GroupCapacity, KvReceive, KvReceived
 from shared.errors import EngineFailed, InsufficientMemory, NotFound
-from tests.unit.engine.test_kv_parts import FakeRunner, Receiving, offer, sequence
+from tests.unit.engine.received_kv import FakeRunner, Receiving, offer, sequence
 
 TOKENS = 3 * BLOCK_TOKENS
 

@@ -11,7 +11,7 @@ from services.engine.loader_client import LoaderClient
 from shared.contracts.engine import EngineStart
 from shared.errors import Unreachable
 from shared.messaging import Mesh
-from tests.unit.engine.test_lora_cache import card
+from tests.unit.engine.lora_cards import card
 
 
 class FailingMesh:

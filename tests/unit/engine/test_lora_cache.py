@@ -13,28 +13,11 @@ import pytest
 from services.engine.domain.step_planning import BLOCK_TOKENS, LoraBudget, lora_budget
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.lora.room import LoraRoom
-from shared.contracts.model_info import AdapterInfo, ModelInfo
-from shared.contracts.models import ModelCard, ModelSpec
+from shared.contracts.models import ModelCard
 from shared.engines import adapter_cache
 from shared.engines.adapter_cache import AdapterCache
 from shared.errors import CheckpointInvalid, InsufficientMemory
-
-
-def card(name: str, nbytes: int = 40, revision: str = "") -> ModelCard:
-    info = ModelInfo(
-        source="/a",
-        revision=revision or name,
-        architecture="A",
-        model_type="a",
-        task="generate",
-        weights_bytes=nbytes,
-        parameters=1,
-        dtype="float32",
-        context_length=8,
-        kv_bytes_per_token=1,
-        adapter=AdapterInfo(rank=1, alpha=1),
-    )
-    return ModelCard(spec=ModelSpec(name=name, source="/a", base="base"), info=info, created=0)
+from tests.unit.engine.lora_cards import card
 
 
 class FakeSource:

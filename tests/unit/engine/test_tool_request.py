@@ -26,7 +26,7 @@ from shared.contracts.models import ModelSpec
 from shared.errors import EngineFailed, InvalidRequest, UnsupportedParameter
 from shared.tool_calls.families import FAMILIES, detect_tool_format, takes_text_arguments, tool_format_of
 from tests.support.tool_texts import write_calls
-from tests.unit.engine.test_grammar import EOS, generate
+from tests.unit.engine.random_output import EOS, generate
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

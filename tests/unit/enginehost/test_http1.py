@@ -4,44 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from services.enginehost.http1 import Address, BodyStream, Client, HttpError, HttpRequest, TooLarge
 from shared.errors import BodyLost
-
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-@asynccontextmanager
-async def serving(serve: Serve) -> AsyncIterator[Client]:
-    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await reader.readuntil(b"\r\n\r\n")
-            await serve(reader, writer)
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
-    try:
-        yield Client(Address(port=server.sockets[0].getsockname()[1]))
-    finally:
-        server.close()
-        await server.wait_closed()
-
-
-def says(answer: bytes) -> Serve:
-    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(answer)
-        await writer.drain()
-
-    return serve
-
+from tests.unit.enginehost.http_servers import says, serving
 
 GET = HttpRequest("GET", "/")
 

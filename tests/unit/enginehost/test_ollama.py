@@ -15,7 +15,7 @@ from services.enginehost.drivers.ollama import Ollama
 from services.enginehost.drivers.port import Launch
 from services.enginehost.http1 import Client, HttpRequest
 from shared.errors import EngineFailed, InvalidModel
-from tests.unit.enginehost.test_http1 import says, serving
+from tests.unit.enginehost.http_servers import says, serving
 
 MIB = 1 << 20
 

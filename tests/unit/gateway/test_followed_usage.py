@@ -12,8 +12,8 @@ from services.gateway.domain.followed_usage import FollowedUsage, find_followed
 from services.gateway.domain.open_usage import ended_line, find_lost
 from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.domain.usage_reports import next_report
-from tests.unit.gateway.test_open_usage import RECORD, Ledger, begin, kill
-from tests.unit.gateway.test_usage_records import RECORDS
+from tests.unit.gateway.usage_ledger import RECORD, Ledger, begin, kill
+from tests.unit.gateway.usage_reports import RECORDS
 
 
 def followed(request_id: str) -> FollowedUsage:

@@ -6,59 +6,20 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.adapters.usage_meter import UsageMeter
 from services.gateway.domain.open_usage import OpenUsage, ended_line, find_lost, parse_lost
-from services.gateway.domain.usage_records import UsageRecord
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.requests.used import open_usage
-from shared.contracts.usage import Counts, ReportUsage, UsageRecorded
-from shared.messaging import Mesh
-
-SECOND = 1_000_000
-RECORD = UsageRecord(1, "a", "m", "", False, 3, 0, 2, compute_us=5 * SECOND, compute_kind="cpu")
+from tests.unit.gateway.usage_ledger import RECORD, SECOND, Ledger, begin, kill
 
 
 def open_for(request_id: str, us: int, key: str = "a") -> OpenUsage:
     return OpenUsage(request_id, 1, key, "m", "", us, "cpu")
-
-
-class Ledger:
-    """Takes every report."""
-
-    def __init__(self) -> None:
-        self.positions: dict[str, int] = {}
-        self.counts: list[Counts] = []
-
-    async def request(self, _: str, report: ReportUsage, __: Any) -> UsageRecorded:
-        if self.positions.get(report.spool, 0) == report.start:
-            self.positions[report.spool] = report.end
-            self.counts += [row.counts for row in report.rows]
-        return UsageRecorded(position=self.positions[report.spool])
-
-    def sums(self) -> tuple[int, int, int]:
-        """Return requests, tokens, and microseconds."""
-        found = self.counts
-        tokens = sum(c.prompt_tokens + c.completion_tokens for c in found)
-        return sum(c.requests for c in found), tokens, sum(c.compute_cpu_us for c in found)
-
-
-def begin(ledger: Ledger, name: str, directory: Path) -> UsageMeter:
-    meter = UsageMeter(cast(Mesh, ledger), name, directory)
-    meter.open()
-    return meter
-
-
-def kill(meter: UsageMeter) -> None:
-    """Leave the spools as the kernel does when their process is killed."""
-    assert meter._own is not None
-    for spool in (meter._own, *meter._adopted):
-        spool.close()
 
 
 async def test_next_gateway_charges_what_was_open_without_a_request_or_tokens(tmp_path: Path) -> None:

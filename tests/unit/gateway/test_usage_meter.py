@@ -23,7 +23,7 @@ from services.gateway.domain.usage_records import UsageRecord
 from shared.contracts.usage import MAX_ROWS_PER_REPORT, ReportUsage, UsageRecorded
 from shared.errors import InvalidRequest, Unreachable
 from shared.messaging import Mesh
-from tests.unit.gateway.test_usage_records import RECORDS, FakeLedger
+from tests.unit.gateway.usage_reports import RECORDS, FakeLedger
 
 RECORD = UsageRecord(1, "a", "m", "", False, 1, 0, 1)
 

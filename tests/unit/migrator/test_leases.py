@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from services.migrator.domain.leases import LONGEST_REFUSED_S, REFUSED_S, Leases, find_claimable, next_look
-from shared.contracts.migration import LEASE_S, MigrationRecord
-
-
-def record(number: int, **more: object) -> MigrationRecord:
-    fields = {
-        "migration_id": f"m-{number}",
-        "token": number,
-        "model": "m",
-        "revision": "r",
-        "source_instance": "a",
-        "source_node": "n",
-        "instance_id": "b",
-        "node": "n",
-        "created": float(number),
-    }
-    return MigrationRecord.model_validate(fields | more)
+from shared.contracts.migration import LEASE_S
+from tests.unit.migrator.records import record
 
 
 def test_the_oldest_unclaimed_migration_is_claimed() -> None:

@@ -18,7 +18,7 @@ from services.migrator.adapters.telemetry import Metrics, MigrationSpan
 from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest
 from shared.telemetry.ids import SystemIds
 from shared.telemetry.tracing import carry
-from tests.unit.migrator.test_leases import record
+from tests.unit.migrator.records import record
 
 REQUEST = f"00-{'a' * 32}-{'b' * 16}-01"
 

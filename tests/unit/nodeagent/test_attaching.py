@@ -9,7 +9,7 @@ from services.nodeagent.domain import events as e
 from services.nodeagent.domain.events import Effect, Publish
 from shared.contracts.engine import EngineReport
 from shared.contracts.phases import Phase
-from tests.unit.nodeagent.test_isolation import shared
+from tests.unit.nodeagent.shared_instances import shared
 from tests.unit.nodeagent.world import ERROR, World, report, start
 
 

@@ -12,15 +12,10 @@ from hypothesis import strategies as st
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain import isolation
 from services.nodeagent.domain.state import Process
-from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, StartInstance
 from shared.errors import MemoryExceeded
-from tests.unit.nodeagent.world import CARD, ERROR, World, report, start, stop
-
-
-def shared(instance_id: str = "i", **spec: object) -> StartInstance:
-    card = ModelCard(spec=CARD.spec.model_copy(update={"isolation": "shared", **spec}), info=CARD.info, created=0)
-    return start(instance_id, reserve=10).model_copy(update={"card": card})
+from tests.unit.nodeagent.shared_instances import shared
+from tests.unit.nodeagent.world import ERROR, World, report, start, stop
 
 
 def ready(world: World, instance_id: str, pid: int) -> None:

@@ -6,7 +6,7 @@ from services.scheduler.domain.background_work import BackgroundReading, find_pr
 from shared.contracts.engine import BackgroundWork, EngineLoad
 from shared.contracts.node import InstanceStatus, NodeStatus
 from shared.contracts.stages import GroupPlace
-from tests.unit.scheduler.test_holdings import instance, status
+from tests.support.node_statuses import instance, status
 
 
 def working(name: str, *devices: str, pids: tuple[int, ...] = (5, 6), index: int | None = None) -> InstanceStatus:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.scheduler.domain.background_work import find_uncounted
 from services.scheduler.domain.device_accounts import SETTLED_AFTER_S, Account, AccountHistory, find_correction
 from shared.contracts.engine import EngineLoad
-from tests.unit.scheduler.test_holdings import instance, status
+from tests.support.node_statuses import instance, status
 
 NAME = ("m", "cpu")
 

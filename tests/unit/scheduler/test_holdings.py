@@ -8,32 +8,8 @@ from hypothesis import strategies as st
 
 from services.scheduler.domain.holdings import HOUR_S, Charge, Holding, charge, list_cached, list_holdings
 from shared.contracts.loader import CachedModel, LoaderStatus
-from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus, NodeStatus, Suspension
-
-READY, SUSPENDED = InstanceState.READY, InstanceState.SUSPENDED
-
-
-def instance(name: str, reserved: int, *devices: str, state: InstanceState = READY, snapshot: int = 0) -> InstanceStatus:
-    return InstanceStatus(
-        instance_id=name,
-        plan_id="p",
-        token=1,
-        model=name.partition("-")[0],
-        generation=1,
-        revision="r",
-        device_ids=devices,
-        state=state,
-        memory=InstanceMemory(reserved=reserved),
-        suspension=Suspension(snapshot_bytes=snapshot),
-    )
-
-
-def status(reserved: dict[str, int], *instances: InstanceStatus) -> NodeStatus:
-    devices = tuple(
-        DeviceStatus(device_id=d, kind="cuda" if d.startswith("cuda") else "cpu", budget_bytes=10**12, reserved_bytes=n)
-        for d, n in reserved.items()
-    )
-    return NodeStatus(node="n", boot_id="b", seq=1, devices=devices, instances=instances)
+from shared.contracts.node import InstanceState
+from tests.support.node_statuses import SUSPENDED, instance, status
 
 
 def since_ever(instance_id: str) -> float:

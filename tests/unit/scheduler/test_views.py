@@ -8,7 +8,7 @@ from services.scheduler.views import view
 from shared.contracts.admin import LoadView
 from shared.contracts.loader import SegmentStatus
 from shared.errors import NotFound
-from tests.unit.scheduler.placement.test_constraints import placed, world
+from tests.unit.scheduler.placement.zones import placed, world
 
 
 def test_brief_view_leaves_out_candidates_and_measurements_alone() -> None:

@@ -18,32 +18,9 @@ from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import Target
 from shared.errors import CannotSuspend, DeviceFailed, EngineFailed, PermissionDenied, RestoreFailed
 from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
+from tests.unit.suspend.frozen_groups import GIB, A, B, C, Frozen
 
-GIB = 1 << 30
-A, B, C = 7_000_001, 7_000_002, 7_000_003
-"""No process can have these pids."""
 NO_GROUPS = Cgroups("n", None, None, "none here")
-
-
-class Frozen(Cgroups):
-    """Records freezes and thaws among the driver's calls."""
-
-    def __init__(self, driver: FakeDriver) -> None:
-        super().__init__("n", None, None)
-        self._driver = driver
-        self.fails: Exception | None = None
-
-    @property
-    def available(self) -> bool:
-        return True
-
-    def freeze(self, instance_id: str) -> None:
-        self._driver.calls.append(("freeze", 0))
-        if self.fails is not None:
-            raise self.fails
-
-    def thaw(self, instance_id: str) -> None:
-        self._driver.calls.append(("thaw", 0))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from services.nodeagent.suspend.sleep_cuda import SleepThenCheckpoint
 from shared.contracts.engine import EngineAsleep
 from shared.errors import CannotSuspend, EngineFailed
 from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
-from tests.unit.suspend.test_cuda import GIB, A, B, Frozen
+from tests.unit.suspend.frozen_groups import GIB, A, B, Frozen
 
 
 class Sleeper:

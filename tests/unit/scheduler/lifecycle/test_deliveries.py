@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.scheduler.domain.events import CommandAccepted
 from shared.contracts.node import InstanceState
-from tests.unit.scheduler.lifecycle.test_groups import make
+from tests.unit.scheduler.lifecycle.group_world import make
 from tests.unit.scheduler.world import World
 
 LATE_S = 20.0

@@ -7,38 +7,18 @@ from typing import Any
 import pytest
 
 from services.scheduler.domain.effects import OrderMigration, SendPrepare, SendStart, SendStop
-from services.scheduler.domain.events import AddModelsRequested, NodeStatusReceived, StartRefused
+from services.scheduler.domain.events import NodeStatusReceived, StartRefused
 from services.scheduler.domain.placement.groups import card_of_parts
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Drop, apply
 from services.scheduler.domain.state.volatile import LaterStage
 from shared.contracts.base import ErrorBody
-from shared.contracts.model_info import LayerSizes
-from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState
 from shared.contracts.stages import RankOf
 from shared.errors import EngineFailed, EngineKilled, InsufficientMemory
-from tests.support.fake_node import MIB, model_info
+from tests.support.fake_node import MIB
+from tests.unit.scheduler.lifecycle.group_world import BUDGET, STAGES, make
 from tests.unit.scheduler.world import Running, World
-
-STAGES = 2
-BUDGET = 500 * MIB
-
-
-def make(nodes: int = 3, budget: int = BUDGET, stages: int = STAGES, ranks: int = 1, **options: Any) -> World:
-    """Return a world of nodes with one device of `budget` bytes, and a model in stages.
-
-    `ranks`: those that its files are divided for.
-    """
-    w = World()
-    for n in range(nodes):
-        w.node(f"n{n}", budget)
-    spec = ModelSpec(name="m", source="/m/m", stages=stages, max_concurrency=1, **options)
-    layers = LayerSizes(count=8, embedding_bytes=MIB, layer_bytes=20 * MIB, head_bytes=MIB)
-    info = model_info(spec.source, 160 * MIB).model_copy(update={"layers": layers, "ranks": ranks})
-    answer = w.admin(AddModelsRequested(w.now, "add", (spec,), {"m": info}, False))
-    assert not isinstance(answer, ErrorBody), answer
-    return w
 
 
 def first_of(w: World) -> Running:

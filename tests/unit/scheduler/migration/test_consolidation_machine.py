@@ -17,7 +17,7 @@ from shared.contracts.models import ModelSpec, Slo
 from shared.contracts.node import InstanceState
 from tests.support.examples import examples
 from tests.support.fake_node import MIB, model_info
-from tests.unit.scheduler.test_group_machine import FAR, GROUPS, NAMES, NODES, Groups, add_far_model
+from tests.unit.scheduler.group_machine import FAR, GROUPS, NAMES, NODES, Groups, add_far_model
 from tests.unit.scheduler.world import World
 
 READY = InstanceState.READY

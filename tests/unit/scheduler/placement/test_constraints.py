@@ -12,26 +12,8 @@ from pydantic import ValidationError
 from services.scheduler.domain.placement.constraints import placement_rule
 from shared.contracts.models import ModelSpec, PlacementRules
 from shared.contracts.node import InstanceState
-from tests.support.fake_node import MIB
+from tests.unit.scheduler.placement.zones import ZONES, placed, world
 from tests.unit.scheduler.world import World
-
-ZONES = {"n1": "a", "n2": "b", "n3": "b"}
-
-
-def world(nodes: dict[str, str] | None = None) -> World:
-    w = World()
-    for name, zone in (nodes or ZONES).items():
-        agent = w.node(name, 2000 * MIB)
-        agent.labels = {"zone": zone}
-        w.hear(name)
-    return w
-
-
-def placed(w: World, name: str, **placement: Any) -> str:
-    """Return the node where a model with these rules starts; empty if it waits."""
-    w.model(name, placement=placement)
-    w.demand(name)
-    return next((s.node for s in w.starts(name)), "")
 
 
 def excluded(w: World, name: str) -> dict[str, str | None]:

@@ -38,7 +38,7 @@ from services.scheduler.domain.state.volatile import (
 from services.scheduler.domain.values import replace
 from shared.contracts.demand import KeyDemand
 from shared.contracts.node import InstanceState
-from tests.unit.scheduler.placement.test_key_shares import ONE, key, starting, wait, world
+from tests.unit.scheduler.placement.key_demand import ONE, key, starting, wait, world
 from tests.unit.scheduler.world import Running, World
 
 TWO = 2 * ONE

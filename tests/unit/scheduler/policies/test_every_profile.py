@@ -1,4 +1,4 @@
-"""The invariants of test_machine.py under every profile; decisions are repeatable.
+"""The invariants of cluster_machine.py under every profile; decisions are repeatable.
 
 The tests make each decision twice.
 """
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from simulator.policies import PROFILES
-from tests.unit.scheduler.test_machine import Cluster
+from tests.unit.scheduler.cluster_machine import Cluster
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES.keys() - {"thaw"}))

@@ -19,7 +19,7 @@ from services.scheduler.domain.values import replace
 from shared.contracts.admin import ModelPulled, PullsCancelled
 from shared.contracts.loader import CachedModel, LoaderStatus, PrefetchStatus
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.prewarm.test_pulls import REVISION, commands, error_of, last, loading, pull, report, world
+from tests.unit.scheduler.prewarm.pull_world import REVISION, commands, error_of, last, loading, pull, report, world
 from tests.unit.scheduler.world import World
 
 

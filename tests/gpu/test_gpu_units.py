@@ -19,8 +19,8 @@ from shared.contracts.loader import AttachWeights, WeightsAttached
 from shared.contracts.segment import PagesLayout
 from shared.errors import DeviceMissing, InsufficientMemory
 from tests.unit.loader.devices.behaviour import DeviceBehaviour, Host
-from tests.unit.loader.devices.test_live import GROUP
-from tests.unit.loader.store.test_gpu_units_live import REUSE_PAGES, Engine, UnitsBench, model
+from tests.unit.loader.devices.gpu_bench import GROUP
+from tests.unit.loader.store.units_bench import REUSE_PAGES, Engine, UnitsBench, model
 from weights.devices.cuda_runtime import CudaRuntime, load_cuda
 from weights.devices.cuda_virtual_memory import load_virtual_memory
 from weights.devices.opening import Devices

@@ -23,10 +23,10 @@ from services.loader.kv_lending import KvLending
 from services.loader.local_socket import LocalReaders, listening
 from tests.gpu.real_gpus import RealGpus, load_gpus
 from tests.integration.engine.test_families import LoadedModel
-from tests.unit.loader.store import test_kv_lending_live, test_lending
+from tests.unit.loader.store import borrowing_engine, test_kv_lending_live, test_lending
+from tests.unit.loader.store.borrowers import BORROWER
 from tests.unit.loader.store.gpu import Gpus
-from tests.unit.loader.store.test_lending import BORROWER
-from tests.unit.loader.store.test_separate import COUNT
+from tests.unit.loader.store.separate_devices import COUNT
 from weights.devices.cuda_runtime import CudaRuntime
 from weights.kv_lease import PAGE_BYTES
 from weights.pool import shm
@@ -63,8 +63,8 @@ def device(gpus: Gpus) -> Iterator[SeparateDevice]:
 @pytest.fixture
 async def path(device: SeparateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Path]:
     need_torch()
-    monkeypatch.setattr(test_kv_lending_live, "KIND", "real")
-    loader = cast(Loader, test_kv_lending_live.NoLoads())
+    monkeypatch.setattr(borrowing_engine, "KIND", "real")
+    loader = cast(Loader, borrowing_engine.NoLoads())
     readers = LocalReaders(loader, shm.SHM, "socket", KvLending(lambda: {"cuda:0": device}))
     async with listening(tmp_path / "loader.sock", readers):
         yield tmp_path / "loader.sock"

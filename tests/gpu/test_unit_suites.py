@@ -13,9 +13,9 @@ import pytest
 from tests.gpu.real_gpus import RealGpus, load_gpus
 from tests.unit.loader.store import test_partial_loads, test_peers, test_separate, test_separate_live
 from tests.unit.loader.store.gpu import Gpu, Gpus
-from tests.unit.loader.store.test_peers import GpuNode, Node
-from tests.unit.loader.store.test_separate import COUNT, GPUS
-from tests.unit.loader.store.test_separate_live import PAGES, GpuSeparateBench
+from tests.unit.loader.store.peer_nodes import GpuNode, Node
+from tests.unit.loader.store.separate_bench import PAGES, GpuSeparateBench
+from tests.unit.loader.store.separate_devices import COUNT, GPUS
 from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
 

@@ -23,8 +23,8 @@ from tests.integration.loader.separate import SeparateLoader, separate_loader, w
 from tests.support.fake_virtual_memory import FakeVirtualMemory
 from tests.support.servers import NatsServer
 from tests.unit.loader.devices.fake_driver import FakeDriver
-from tests.unit.loader.store.test_gpu_units_live import Engine
-from tests.unit.loader.store.test_kv_lending_live import Engine as Borrower
+from tests.unit.loader.store.borrowing_engine import Engine as Borrower
+from tests.unit.loader.store.units_bench import Engine
 from weights.client import audit_memory
 from weights.store.gpu_device import gpu_devices
 from weights.store.units import PAGE_BYTES

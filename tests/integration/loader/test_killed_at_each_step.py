@@ -33,7 +33,7 @@ from tests.integration.loader.conftest import SHM, Client, LoaderProcess
 from tests.support.stopping_loader import LENDING_STEPS, STEPS, VARIABLE
 from tests.unit.loader.checkpoints import write_checkpoint
 from tests.unit.loader.pools import mapper
-from tests.unit.loader.store.test_kv_lending_live import Engine
+from tests.unit.loader.store.borrowing_engine import Engine
 
 PAGE_BYTES = 2 * 1024 * 1024
 PAGES = 24

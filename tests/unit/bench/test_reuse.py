@@ -15,7 +15,7 @@ from bench.reuse_engines import Measured
 from services.engine import app
 from shared.contracts.engine import EngineStart
 from tests.integration.nodeagent.harness import card
-from tests.unit.loader.store.test_separate import Model, load, made
+from tests.unit.loader.store.separate_devices import Model, load, made
 from weights.store import device_pages
 from weights.store.device_pages import DevicePages
 from weights.store.separate import SeparateDevice

@@ -11,7 +11,7 @@ import pytest
 
 from shared.errors import InsufficientMemory
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
-from tests.unit.loader.test_load import evict
+from tests.unit.loader.page_cache import evict
 from weights.formats.segment import Layout
 from weights.load import load_segment
 from weights.pool import shm

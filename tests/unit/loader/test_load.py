@@ -19,6 +19,7 @@ import pytest
 from shared.contracts.segment import PAGE
 from shared.errors import CheckpointInvalid, InsufficientMemory
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
+from tests.unit.loader.page_cache import evict
 from tests.unit.loader.segments import assert_same
 from weights.formats.checkpoint import open_checkpoint
 from weights.formats.segment import Layout, lay_out
@@ -40,15 +41,6 @@ def name() -> Iterator[str]:
     (SHM / segment).unlink(missing_ok=True)
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     assert segment not in Path("/proc/self/maps").read_text()
-
-
-def evict(directory: Path) -> None:
-    """Evict the files from the page cache."""
-    for path in directory.iterdir():
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 @contextmanager

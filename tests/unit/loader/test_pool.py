@@ -23,8 +23,8 @@ from services.loader.domain.events import Event, Reclaimed, Vacated, VacateFaile
 from shared.contracts.segment import Extent
 from shared.mapping import map_extents
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from tests.unit.loader.page_cache import evict
 from tests.unit.loader.pools import fill, mapper
-from tests.unit.loader.test_load import evict
 from weights.pool.chunks import CHUNK_BYTES
 from weights.pool.memory import PoolMemory
 from weights.pool.region import Region, extents

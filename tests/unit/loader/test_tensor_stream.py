@@ -16,7 +16,7 @@ import pytest
 
 from shared.errors import CheckpointInvalid
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
-from tests.unit.loader.test_tensors import mappings
+from tests.unit.loader.shared_mappings import mappings
 from weights import streaming
 from weights.streaming import TensorStream
 from weights.transfer.fill import Filling

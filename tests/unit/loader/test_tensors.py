@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from shared.errors import CheckpointInvalid
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
+from tests.unit.loader.shared_mappings import mappings
 from weights.load import main, measure
 from weights.pool.shm import SHM
 from weights.tensors import load_tensors
@@ -43,11 +44,6 @@ _DTYPES = (
     torch.float8_e5m2,
     torch.float8_e8m0fnu,
 )
-
-
-def mappings() -> int:
-    """Return mappings of unnamed shared memory in this process."""
-    return sum(f"{SHM}/#" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_sharded_model_is_loaded(tmp_path: Path) -> None:

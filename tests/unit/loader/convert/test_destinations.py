@@ -6,12 +6,12 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from shared.errors import CheckpointInvalid, Conflict, ThawError, Unavailable
+from tests.support.unprivileged import unprivileged
 from tests.unit.loader.checkpoints import write_checkpoint
 from tests.unit.loader.convert.models import same, some_weights, stored, write_torch
 from weights.convert.disk import disk_error
@@ -56,19 +56,6 @@ def anybodys() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="thaw-test-", dir="/tmp") as directory:
         Path(directory).chmod(0o755)
         yield Path(directory)
-
-
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """Run as a user other than root."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def test_missing_permissions_are_reported(anybodys: Path) -> None:

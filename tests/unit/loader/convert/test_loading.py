@@ -21,7 +21,7 @@ from services.engine.model.segment import Segment
 from shared.contracts.model_info import ModelInfo
 from shared.dtypes import TORCH_NAMES
 from tests.unit.loader.convert.models import raw, some_weights, write_torch
-from tests.unit.loader.convert.test_parallel import LLAMA, write_model
+from tests.unit.loader.convert.parallel_models import LLAMA, write_model
 from weights.convert.job import convert
 from weights.formats.checkpoint import directory_revision, open_checkpoint
 from weights.formats.inspect import check_small_files, describe

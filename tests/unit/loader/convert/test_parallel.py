@@ -14,31 +14,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import save_file
 
 from shared.errors import CheckpointInvalid, ThawError, UnsupportedArchitecture
 from tests.support.examples import examples
 from tests.unit.loader.convert.models import raw, stored, write_torch
+from tests.unit.loader.convert.parallel_models import LLAMA, write_model
 from weights.convert.job import convert
 from weights.convert.parallel import Plan, plan_for
 from weights.convert.tensor import SourceTensor, Split, part_shape, pieces
 from weights.formats.checkpoint import open_checkpoint
 from weights.formats.converted import INDEX_NAME
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "attention_bias": True,
-    "max_position_embeddings": 64,
-}
 QWEN3_MOE: dict[str, Any] = {
     **LLAMA,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -50,18 +37,6 @@ QWEN3_MOE: dict[str, Any] = {
     "attention_bias": False,
 }
 PHI3: dict[str, Any] = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0}
-
-
-def write_model(directory: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Write a random model as transformers saves it; return its tensors."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
-    model.save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps(config))
-    weights: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
-    return weights
 
 
 def dims(directory: Path) -> dict[str, int | None]:

@@ -5,8 +5,6 @@ tests/gpu checks the same behaviour on the real one.
 
 from __future__ import annotations
 
-import base64
-import ctypes
 import threading
 from collections.abc import Iterator
 
@@ -16,6 +14,7 @@ from shared.contracts.segment import CudaIpcHandle
 from shared.errors import DeviceFailed, InsufficientMemory
 from tests.unit.loader.devices.behaviour import PAGE, SEGMENT, DeviceBehaviour, Host
 from tests.unit.loader.devices.fake_driver import TOTAL, FakeDriver
+from tests.unit.loader.devices.ipc_memory import opened
 from weights.devices.cuda import GRANULE, CudaDevice
 from weights.devices.grouping import Run
 from weights.devices.pinning import Pins
@@ -27,12 +26,6 @@ GROUP = 4 * PAGE
 @pytest.fixture
 def driver() -> FakeDriver:
     return FakeDriver()
-
-
-def opened(arena: Arena, driver: FakeDriver, nbytes: int) -> bytes:
-    handle = arena.handle()
-    assert isinstance(handle, CudaIpcHandle)
-    return ctypes.string_at(driver.open(base64.b64decode(handle.ipc_handle)), nbytes)
 
 
 def test_a_broken_context_does_not_keep_the_loader_from_ending(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from tests.unit.loader.devices.fake_driver import FakeDriver
-from tests.unit.loader.devices.test_cuda import opened
+from tests.unit.loader.devices.ipc_memory import opened
 from weights.devices.cuda import CudaDevice
 from weights.devices.port import Place
 from weights.pool.chunks import CHUNK_BYTES

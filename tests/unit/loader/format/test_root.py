@@ -11,8 +11,8 @@ import pytest
 
 from shared.contracts.models import ModelSpec
 from shared.errors import CheckpointInvalid
+from tests.support.unprivileged import unprivileged
 from tests.unit.loader.checkpoints import write_checkpoint
-from tests.unit.loader.convert.test_destinations import unprivileged
 from weights.convert.job import convert
 from weights.formats.foreign import describe_foreign
 from weights.formats.root import expand_user

@@ -20,9 +20,9 @@ from services.loader.loop import Loop
 from shared.contracts.audit import AuditMemory, DeviceAudit, MemoryAudited
 from shared.contracts.segment import Extent, PagesHandle
 from tests.unit.loader.pools import mapper
-from tests.unit.loader.store.test_auditing import snapshot
-from tests.unit.loader.store.test_separate import Model, load
-from tests.unit.loader.store.test_separate_live import BENCHES, PAGES, TENSORS, SeparateBench, model
+from tests.unit.loader.store.audit_snapshots import snapshot
+from tests.unit.loader.store.separate_bench import BENCHES, PAGES, TENSORS, SeparateBench, model
+from tests.unit.loader.store.separate_devices import Model, load
 from weights.client import audit_memory
 from weights.pool import shm
 from weights.store import separate

@@ -7,8 +7,6 @@ import errno
 import os
 import queue
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -19,84 +17,15 @@ from services.loader.handlers import Loader
 from services.loader.kv_lending import KvLending
 from services.loader.local_socket import LocalReaders, listening
 from shared.contracts.loader_socket import SocketBorrow, SocketError
+from tests.unit.loader.store.borrowing_engine import WITHIN_S, Engine, NoLoads
 from tests.unit.loader.store.gpu import Gpus
-from tests.unit.loader.store.test_separate import COUNT, Model, load, made
+from tests.unit.loader.store.separate_devices import COUNT, Model, load, made
 from weights import kv_lease
 from weights.kv_lease import KvLease, Lent, Shrink
 from weights.pool import shm
 from weights.store.lending import Borrower
 from weights.store.separate import SeparateDevice
 from weights.store.units import PAGE_BYTES
-
-WITHIN_S = 60.0
-KIND = "stand-in"
-"""`real`: the engines use a GPU (tests/gpu)."""
-ENGINE = """
-import sys
-from pathlib import Path
-from weights.kv_lease import KvLease, Lent, Shrink
-
-device, held, memory = sys.argv[3], 0, None
-if device.startswith("cuda"):
-    from services.engine.model.gpu_kv import GpuKvMemory, TorchGpu
-    from tests.support import mapped_gpu_units
-    if sys.argv[4] == "stand-in":
-        mapped_gpu_units.install()
-    memory = GpuKvMemory(TorchGpu(sys.argv[5]), 16384, 1024)
-
-def deliver(event):
-    global held
-    if isinstance(event, Lent):
-        held += event.more
-        print("lent", held, flush=True)
-    else:
-        print("shrink", event.keep, flush=True)
-
-floor, ceiling = int(sys.argv[2]), int(sys.argv[6])
-lease = KvLease(Path(sys.argv[1]), device, "i-1", floor, deliver, ceiling_pages=ceiling, memory=memory)
-for line in sys.stdin:
-    word, number = line.split()
-    if word == "demand":
-        lease.demand(int(number))
-    else:
-        held -= int(number)
-        if memory is not None:
-            memory.remove(int(number))
-            assert memory.allocated_pages == held
-        lease.give_back(int(number))
-lease.close()
-"""
-
-
-class NoLoads:
-    """A loader without loads: its socket only lends."""
-
-    def release_hold(self, holder: str) -> None: ...
-
-
-class Engine:
-    """An engine's process that borrows."""
-
-    def __init__(self, path: Path, floor: int, device: str, bus_id: str | None) -> None:
-        """Borrow. `bus_id`: of a GPU."""
-        arguments = [str(path), str(floor), device, KIND, bus_id or "", str(COUNT)]
-        command = [sys.executable, "-c", ENGINE, *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    async def reads(self, *expected: str) -> None:
-        """Read lines until one of `expected`."""
-        assert self.process.stdout is not None
-        async with asyncio.timeout(WITHIN_S):
-            while (line := (await asyncio.to_thread(self.process.stdout.readline)).strip()) not in expected:
-                assert line, "the engine has ended"
-
-    def say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        print(line, file=self.process.stdin, flush=True)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 @pytest.fixture(params=["cpu", "gpu"])

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from shared.errors import EngineFailed, InsufficientMemory
 from tests.support.stopping import killed_at_exit
 from tests.unit.loader.pools import ROOT
+from tests.unit.loader.store.borrowers import BORROWER, borrower
 from tests.unit.loader.store.gpu import Gpus
-from tests.unit.loader.store.test_separate import COUNT, Model, load, made
+from tests.unit.loader.store.separate_devices import COUNT, Model, load, made
 from weights.pool.shm import SHM
 from weights.store.gpu_memory import GpuMemory
 from weights.store.lending import Borrower, Turn, shrink_targets
@@ -52,14 +53,6 @@ def gpus() -> Iterator[Gpus]:
     BORROWER[0] = gpus.exited.pid
     yield gpus
     gpus.close()
-
-
-BORROWER = [0]
-"""A process that has exited: what it has borrowed can be taken back."""
-
-
-def borrower(floor: int, ceiling: int = COUNT) -> Borrower:
-    return Borrower(floor, pid=BORROWER[0], ceiling=ceiling)
 
 
 def allocated_bytes(device: SeparateDevice) -> int:

@@ -12,7 +12,7 @@ import pytest
 from shared.contracts.loader import AttachWeights, WeightsAttached
 from shared.contracts.models import ModelCard
 from shared.contracts.segment import PAGE
-from tests.unit.loader.store.test_separate_live import BENCHES, TENSORS, SeparateBench, model
+from tests.unit.loader.store.separate_bench import BENCHES, TENSORS, SeparateBench, model
 from weights.store.units import PAGE_BYTES
 
 

@@ -5,27 +5,35 @@ On cpu, and on a GPU by the stand-in driver.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shared.contracts.segment import GpuUnitsHandle, PagesHandle, SegmentTensor
+from shared.contracts.segment import PagesHandle, SegmentTensor
 from shared.errors import InsufficientMemory
-from shared.mapping import map_extents
 from tests.unit.loader.devices.behaviour import SEGMENT, DeviceBehaviour, Host
 from tests.unit.loader.pools import mapper
-from tests.unit.loader.store.gpu import Gpu
-from weights.devices.port import Arena, Contents, Device, Place
+from tests.unit.loader.store.separate_devices import (
+    COUNT,
+    GPUS,
+    HEAD,
+    PREFIX,
+    TENSOR,
+    Model,
+    check,
+    close,
+    fill,
+    load,
+    made,
+    made_on_gpu,
+    pages_of,
+    seen,
+)
+from weights.devices.port import Arena, Device, Place
 from weights.pool import shm
 from weights.store import checking, copying
 from weights.store.arena import PagedArena
@@ -35,17 +43,6 @@ from weights.store.generations import EARLIER, file_name, remove_unmapped, retir
 from weights.store.residency import KnownUnits
 from weights.store.separate import SeparateDevice
 from weights.store.units import PAGE_BYTES
-from weights.store.usage import PagesInUse
-
-PREFIX = f"thaw-test{os.getpid()}-"
-HEAD = 4096
-TENSOR = PAGE_BYTES
-"""Bytes of a tensor: one page, one unit."""
-COUNT = 12
-
-
-GPUS: dict[object, Gpu] = {}
-"""The GPU of each open device that is one."""
 
 
 @pytest.fixture(params=["cpu", "gpu"])
@@ -55,82 +52,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[SeparateDevice]:
     assert device.audit() == []
     close(device)
     assert shm.segments(PREFIX) == []
-
-
-def made_on_gpu(*, pages: int = COUNT, verify: bool = False) -> SeparateDevice:
-    gpu = Gpu(pages, verify=verify)
-    GPUS[gpu.device] = gpu
-    return gpu.device
-
-
-def close(device: SeparateDevice) -> None:
-    (GPUS.pop(device).close if device in GPUS else device.close)()
-
-
-def made(boot: str = "boot", *, pages: int = COUNT, verify: bool = False) -> SeparateDevice:
-    name = file_name(PREFIX, "cpu:1", boot)
-    return SeparateDevice("cpu:1", pages * PAGE_BYTES, name, earlier=retire(PREFIX, "cpu:1"), verify=verify)
-
-
-class Model:
-    """A segment in host memory: a head, then one tensor for each seed. Equal seeds: equal bytes."""
-
-    def __init__(self, name: str, *seeds: int) -> None:
-        self.name, self.seeds = name, seeds
-        self.content = [random.Random(seed).randbytes(4096) * (TENSOR // 4096) for seed in seeds]
-        self.raw = ctypes.create_string_buffer(bytes(HEAD) + b"".join(self.content))
-        self.address, self.nbytes = ctypes.addressof(self.raw), HEAD + TENSOR * len(seeds)
-        self.tensors = tuple(
-            SegmentTensor(name=f"t{i}", dtype="U8", shape=(TENSOR,), offset=HEAD + i * TENSOR, nbytes=TENSOR)
-            for i in range(len(seeds))
-        )
-        self.digests = {f"t{i}": hashlib.sha256(c).hexdigest() for i, c in enumerate(self.content)}
-
-    def place(self, *, hashed: bool = True, pinned: bool = False) -> Place:
-        contents = Contents(self.tensors, self.digests if hashed else {}, self.name, pinned)
-        return Place(self.name, self.nbytes, "", contents=contents)
-
-
-def load(device: SeparateDevice, model: Model, *, hashed: bool = True, pinned: bool = False) -> PagedArena:
-    arena = device.allocate(model.place(hashed=hashed, pinned=pinned))
-    fill(arena, model)
-    return arena
-
-
-def fill(arena: PagedArena, model: Model, step: int = 3_000_017) -> None:
-    """Fill it in pieces that cross units, the last one first."""
-    for start in reversed(range(0, model.nbytes, step)):
-        arena.fill(start, model.address + start, min(step, model.nbytes - start))
-    assert arena.wait(model.nbytes)
-
-
-def seen(arena: Arena, tensors: Sequence[SegmentTensor]) -> list[bytes]:
-    """Return what an engine reads of each tensor."""
-    handle = arena.handle()
-    assert isinstance(handle, PagesHandle | GpuUnitsHandle)
-    places = []
-    for t in tensors:
-        unit = next(u for u in handle.units if u.offset <= t.offset < u.offset + u.nbytes)
-        places.append((unit.start + t.offset - unit.offset, t.nbytes))
-    assert isinstance(arena, PagedArena)
-    if isinstance(handle, GpuUnitsHandle):
-        return GPUS[arena._device].read(arena, handle, places)
-    mapped = map_extents(shm.SHM / handle.file, handle.extents)
-    try:
-        return [mapped[start : start + nbytes] for start, nbytes in places]
-    finally:
-        mapped.close()
-
-
-def check(arena: PagedArena, model: Model) -> None:
-    assert seen(arena, model.tensors) == model.content
-
-
-def pages_of(used: PagesInUse) -> tuple[int, int, int, int]:
-    """Return free, mapped, reusable and lent pages; their sum is the pool."""
-    found = (used.free_bytes, used.mapped_bytes, used.reusable_bytes, used.lent_bytes)
-    assert sum(found) == used.total_bytes
-    return (found[0] // PAGE_BYTES, found[1] // PAGE_BYTES, found[2] // PAGE_BYTES, found[3] // PAGE_BYTES)
 
 
 class TestSeparate(DeviceBehaviour):
@@ -473,78 +394,6 @@ def test_many_loads_from_several_threads(device: SeparateDevice) -> None:
         t.join()
     assert failures == []
     assert pages_of(device.pages())[1] == 0
-
-
-MODELS = [Model("a", 1, 2), Model("b", 1, 3), Model("c", 4, 5, 6), Model("d", 2, 2)]
-
-
-class DeviceMachine(RuleBasedStateMachine):
-    """Loads, failures and releases in any order, with real bytes in five pages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = self.make()
-        self.arenas: list[tuple[PagedArena, Model]] = []
-
-    @rule(model=st.sampled_from(MODELS), hashed=st.booleans(), whole=st.booleans())
-    def load(self, model: Model, hashed: bool, whole: bool) -> None:
-        used = self.device.pages()
-        try:
-            arena = self.device.allocate(model.place(hashed=hashed))
-        except InsufficientMemory:
-            assert pages_of(self.device.pages()) == pages_of(used)
-            assert (used.free_bytes + used.reusable_bytes) // PAGE_BYTES < len(model.seeds) + 3
-            return
-        self.arenas.append((arena, model))
-        if not whole:
-            return
-        try:
-            fill(arena, model)
-        except InsufficientMemory:  # pages are reserved as units of unknown content are hashed
-            assert not hashed
-            self.arenas.pop()
-            arena.release()
-
-    @precondition(lambda self: self.arenas)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        arena, _ = self.arenas.pop(data.draw(st.integers(0, len(self.arenas) - 1)))
-        arena.release()
-
-    @invariant()
-    def is_conserved(self) -> None:
-        assert self.device.audit() == []
-        pages_of(self.device.pages())
-
-    @invariant()
-    def every_complete_arena_has_its_bytes(self) -> None:
-        for arena, model in self.arenas:
-            if arena.handle() is not None:
-                check(arena, model)
-
-    def make(self) -> SeparateDevice:
-        return made("machine", pages=5)
-
-    def teardown(self) -> None:
-        for arena, _ in self.arenas:
-            arena.release()
-        assert self.device.pages().mapped_bytes == 0
-        close(self.device)
-
-
-TestDevice = DeviceMachine.TestCase
-TestDevice.settings = settings(max_examples=6, stateful_step_count=10, deadline=None)
-
-
-class GpuMachine(DeviceMachine):
-    """The same on a GPU whose memory is the five pages: allocations never exceed them."""
-
-    def make(self) -> SeparateDevice:
-        return made_on_gpu(pages=5)
-
-
-TestGpu = GpuMachine.TestCase
-TestGpu.settings = TestDevice.settings
 
 
 def test_hashes_that_one_device_has_computed_serve_another() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from shared.errors import InsufficientMemory
-from tests.unit.loader.store.test_separate import HEAD, TENSOR, Model, check, fill, load, made, pages_of
+from tests.unit.loader.store.separate_devices import HEAD, TENSOR, Model, check, fill, load, made, pages_of
 from weights.store import device_pages
 from weights.store.arena import PagedArena
 from weights.store.lending import Borrower

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from services.scheduler.adapters import tables
 from services.scheduler.domain.cost.learned import Parameter
+from services.scheduler.domain.estimates.start_times import TEMPLATE_PREFIX
 from services.scheduler.domain.state.measurements import Estimate
 from services.scheduler.domain.state.volatile import LoaderPresence
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus
@@ -29,9 +30,12 @@ _UPSERT = _UPSERT.on_conflict_do_update(
         "updated": text("extract(epoch from clock_timestamp())"),
     },
 )
+_TEMPLATES_KEPT_S = 30 * 86_400
+"""What was learned of a template key is kept for this time after its last start."""
 _FORGET_UNKNOWN = (
-    text("DELETE FROM parameters WHERE (model <> '' AND model NOT IN (SELECT name FROM models)) "
-         "OR (node <> '' AND node NOT IN (SELECT name FROM nodes))"),
+    text(f"DELETE FROM parameters WHERE (model <> '' AND NOT starts_with(model, '{TEMPLATE_PREFIX}') "
+         "AND model NOT IN (SELECT name FROM models)) OR (node <> '' AND node NOT IN (SELECT name FROM nodes)) "
+         f"OR (starts_with(model, '{TEMPLATE_PREFIX}') AND updated < extract(epoch from clock_timestamp()) - {_TEMPLATES_KEPT_S})"),
     text("DELETE FROM profiles WHERE model NOT IN (SELECT name FROM models)"),
     text("DELETE FROM objectives WHERE model NOT IN (SELECT name FROM models)"),
     text("DELETE FROM devices WHERE node NOT IN (SELECT name FROM nodes)"),

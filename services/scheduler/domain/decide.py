@@ -93,7 +93,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
                 tx.put(Presence(node.name, now))
             restore_full_workers(tx)
         case Tick(at=due):
-            expire_demand(tx)
+            expire_demand(tx, due)
             charge_use(tx)
             expire_silent_nodes(tx, due)
             end_lost_pulls(tx, due)
@@ -121,6 +121,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
             tx.put(LoaderPresence(loader.node, now, loader))
             apply_fetch_status(tx, loader)
         case StartRefused(instance_id=instance_id, error=error):
+            mark_answered(tx, instance_id)
             _start_refused(tx, instance_id, error)
         case StopRefused(instance_id=instance_id, error=error):
             _stop_refused(tx, instance_id, error)

@@ -20,8 +20,11 @@ from services.scheduler.adapters import repository as repository_module
 from services.scheduler.adapters.database import connect, migrate
 from services.scheduler.adapters.repository import Repository, StaleEpoch
 from services.scheduler.app import run
-from services.scheduler.domain.state.changes import Drop
+from services.scheduler.domain.cost.learned import Parameter
+from services.scheduler.domain.estimates.start_times import name_of_key
+from services.scheduler.domain.state.changes import Drop, Put
 from services.scheduler.domain.state.entities import Model
+from services.scheduler.domain.state.measurements import ANYWHERE, Estimate, estimate_key
 from shared.contracts.admin import ClusterView, ModelAwake, ViewCluster, WakeModel
 from shared.contracts.node import InstanceState
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
@@ -227,6 +230,29 @@ async def test_every_growing_table_is_pruned_in_bounded_batches(migrated_url: st
         async with engine.begin() as connection:
             left = {t: (await connection.execute(text(f"SELECT count(*) FROM {t}"))).scalar() for t in growing}
         assert left == {**dict.fromkeys(growing, 0), "plans": 10}
+    finally:
+        await engine.dispose()
+
+
+async def test_what_was_learned_of_template_keys_is_kept_for_the_next_leader(migrated_url: str) -> None:
+    engine = connect(migrated_url)
+    names = (name_of_key("k"), "a model that is not registered")
+    learned = [Put(Estimate(name, ANYWHERE, {"init": Parameter(9.0, 1.0, 1)})) for name in names]
+
+    async def kept() -> set[str]:
+        repository = Repository(engine)
+        await repository.prune(7, time.time())
+        return set((await repository.load(7, time.time())).estimates)
+
+    try:
+        await migrate(engine)
+        async with engine.begin() as connection:
+            await connection.execute(text("UPDATE leadership SET epoch = 7"))
+        await Repository(engine).commit(7, learned)
+        assert await kept() == {estimate_key(name_of_key("k"), ANYWHERE)}
+        async with engine.begin() as connection:
+            await connection.execute(text("UPDATE parameters SET updated = updated - 31 * 86400"))
+        assert await kept() == set(), "no such model has started for a month"
     finally:
         await engine.dispose()
 

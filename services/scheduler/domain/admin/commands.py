@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from services.scheduler.domain.admin.lora_adapters import check_lora_options, check_removal, resolve_infos, same_content
 from services.scheduler.domain.effects import DeleteCatalog, PutCatalog, ReplyTo
+from services.scheduler.domain.estimates.start_learning import forget_model
 from services.scheduler.domain.events import (
     AddModelsRequested,
     AdminRequested,
@@ -22,9 +23,11 @@ from services.scheduler.domain.placement.place import never_fits_reason
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Model, Node
 from services.scheduler.domain.state.measurements import MeasuredMemory, SloCounts
+from services.scheduler.domain.state.migrations import MigrationTimes
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.usage_history import UsageHistory
 from services.scheduler.domain.state.volatile import (
+    ConsolidationFailures,
     FailureHistory,
     ModelDemand,
     ModelUsers,
@@ -238,19 +241,22 @@ def _remove_with_adapters(tx: Transaction, event: RemoveModelRequested) -> None:
 
 
 def _remove(tx: Transaction, model: Model) -> None:
+    plan = tx.state.last_plan_of(model.key)
+    if plan is not None and plan.outcome == "pending" and plan.instance_id is None:
+        tx.put(plan.model_copy(update={"outcome": "cancelled"}))
     tx.drop(Model, model.key)
     tx.drop(FailureHistory, model.key)
     tx.drop(ParkFailures, model.key)
+    tx.drop(ConsolidationFailures, model.key)
     tx.drop(MeasuredMemory, model.key)
+    tx.drop(MigrationTimes, model.key)
+    forget_model(tx, model.key)
     tx.drop(UsageHistory, model.key)
     tx.drop(ModelDemand, model.key)
     tx.drop(SloCounts, model.key)
     tx.drop(Overload, model.key)
     tx.drop(ModelUsers, model.key)
     tx.drop(Unschedulable, model.key)
-    plan = tx.state.last_plan_of(model.key)
-    if plan is not None and plan.outcome == "pending" and plan.instance_id is None:
-        tx.put(plan.model_copy(update={"outcome": "cancelled"}))
     tx.emit(DeleteCatalog(model.key))
     _cancel_wakes(tx, model, ModelNotFound(f"The model {model.key!r} was removed"))
 

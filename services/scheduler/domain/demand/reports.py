@@ -76,10 +76,13 @@ def _keep(tx: Transaction, name: str, gateways: tuple[GatewayDemand, ...]) -> No
             tx.put(replace(failure_history, attempts=0, kills=0, failed_devices=()))
 
 
-def expire_demand(tx: Transaction) -> None:
-    """Remove the demand of gateways that no longer repeat it."""
+def expire_demand(tx: Transaction, due: float) -> None:
+    """Remove the demand of gateways that no longer repeat it.
+
+    `due`: the time of the tick. While it waited for its decision, messages of gateways waited too.
+    """
     for known in list(tx.state.demand.values()):
-        fresh = tuple(g for g in known.gateways if tx.now - g.last_message_at <= tx.policy.demand_lost_after_s)
+        fresh = tuple(g for g in known.gateways if due - g.last_message_at <= tx.policy.demand_lost_after_s)
         if len(fresh) != len(known.gateways):
             _keep(tx, known.model, fresh)
 

@@ -23,6 +23,8 @@ PAIRS_KEPT = 64
 
 def learn_migration_times(tx: Transaction, record: MigrationRecord) -> None:
     """Learn from a migration's rounds: b from short ones, a from what longer ones take beyond b."""
+    if record.model not in tx.state.models:  # removed while its requests moved
+        return
     times = tx.state.migration_times.get(record.model) or MigrationTimes(record.model)
     per_token, fixed = times.per_token, times.fixed
     pair = times.find_pair(record.source_node, record.node)

@@ -21,7 +21,8 @@ from services.scheduler.domain.estimates.start_times import (
     name_of_key,
 )
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.measurements import ANYWHERE, Estimate
+from services.scheduler.domain.state.measurements import ANYWHERE, Estimate, estimate_key
+from services.scheduler.domain.state.transaction import Transaction
 from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, measure_covered
 from shared.contracts.plans import RESTORES, Candidate, PlanRecord
 from shared.template_key import template_key
@@ -115,6 +116,19 @@ def stage_estimates(state: ClusterState, plan: PlanRecord, index: int, spans: tu
         _estimate_moved(state, plan.model, nodes[index], own, PRIOR_MS),
         _estimate_moved(state, plan.model, ANYWHERE, anywhere, PRIOR_MS),
     ]
+
+
+def forget_model(tx: Transaction, model: str) -> None:
+    """Drop what was learned of the starts of a model."""
+    for node in (ANYWHERE, *tx.state.measured_on.get(model, ())):
+        tx.drop(Estimate, estimate_key(model, node))
+
+
+def forget_starts_on(tx: Transaction, node: str) -> None:
+    """Drop what was learned of the starts on a node."""
+    models = ("", *(model for model, nodes in tx.state.measured_on.items() if node in nodes))
+    for model in models:
+        tx.drop(Estimate, estimate_key(model, node))
 
 
 def _observe_reuse(state: ClusterState, model: str, chosen: Candidate, ms: float, missing: int) -> dict[str, float]:

@@ -54,6 +54,8 @@ woken, serves another model.
 """
 DEFAULT_CHANGE_MS = 500.0
 DEFAULT_REUSE_MS = 20.0
+TEMPLATE_PREFIX = "template:"
+"""Begins the names under which estimates of template keys are stored."""
 _NONE: Mapping[str, Parameter] = {}
 _FIXED = frozenset({*BEFORE, *ENGINE, *AFTER})
 _ATTACH = Phase.ATTACH.value
@@ -399,7 +401,7 @@ def _of_its_key(state: ClusterState, card: ModelCard) -> Mapping[str, Parameter]
 
 def name_of_key(key: str) -> str:
     """Return the name under which estimates of a template key are stored."""
-    return f"template:{key}"
+    return f"{TEMPLATE_PREFIX}{key}"
 
 
 def learned_values(state: ClusterState, model: str, node: str) -> Mapping[str, Parameter]:

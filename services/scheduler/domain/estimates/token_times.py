@@ -39,12 +39,16 @@ def measure_token_ms(old: EngineLoad, new: EngineLoad, seconds: float) -> float 
     return new.active * seconds * 1e3 / tokens
 
 
-def learn_token_time(tx: Transaction, i: Instance, new: EngineLoad, seconds: float) -> None:
-    """Learn from the report of an instance; only for models whose placement depends on it."""
+def learn_token_time(tx: Transaction, i: Instance, new: EngineLoad) -> None:
+    """Learn from the report of an instance; only for models whose placement depends on it.
+
+    An engine reports its load once a second, and its node repeats the load in each of its messages.
+    Therefore the time counts from the first message with the last load, not from the last message.
+    """
     model, report = tx.state.models.get(i.model), tx.state.reports.get(i.instance_id)
     if model is None or report is None or model.card.spec.slo.tpot is None or model.card.spec.engine != "builtin":
         return
-    ms = measure_token_ms(report.status.load, new, seconds)
+    ms = measure_token_ms(report.status.load, new, tx.now - report.load_changed_at)
     if ms is None or i.stages > 1 or model.card.stages:  # a group measures itself, not one engine
         return
     known = learned_values(tx.state, i.model, ANYWHERE)

@@ -22,7 +22,7 @@ def mark_queued(tx: Transaction, instance_id: str) -> None:
 
 
 def mark_answered(tx: Transaction, instance_id: str) -> None:
-    """Record that the node has accepted the command."""
+    """Record that the node has answered the command, or that the outbox has stopped sending it."""
     delivery = tx.state.deliveries.get(instance_id)
     if delivery is not None:
         tx.put(replace(delivery, answered_at=tx.now))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from services.scheduler.domain.effects import StepDown
 from services.scheduler.domain.estimates.memory_needs import learn_memory
+from services.scheduler.domain.estimates.start_learning import forget_starts_on
 from services.scheduler.domain.estimates.token_times import learn_token_time
 from services.scheduler.domain.lifecycle.deliveries import is_underway
 from services.scheduler.domain.lifecycle.failures import (
@@ -73,8 +74,7 @@ def apply_node_status(tx: Transaction, status: NodeStatus, changed: frozenset[st
         if instance is not None and instance.is_resume_claim:
             _update_resume_claim(tx, instance, s)
         elif instance is not None and not instance.is_claim:
-            if previous is not None and changed is None:  # its load has lasted since the last status
-                learn_token_time(tx, instance, s.load, tx.now - previous.last_message_at)
+            learn_token_time(tx, instance, s.load)
             _update_known(tx, instance, s)  # 3
         elif instance is None and (s.state.holds_memory or s.state.parked):
             _adopt_or_stop(tx, status.node, s)  # 4
@@ -172,7 +172,10 @@ def _report_of(tx: Transaction, s: InstanceStatus) -> InstanceReport:
     # Without an earlier report the leader has changed, or its node was away.
     first_counted = tx.now if completed_before else None
     counted_since = first_counted if old is None else old.counted_since
-    return InstanceReport(s.instance_id, s, since if idle else None, progressed_at, completed_before, counted_since)
+    load_changed_at = old.load_changed_at if old is not None and old.status.load == s.load else tx.now
+    return InstanceReport(
+        s.instance_id, s, since if idle else None, progressed_at, completed_before, counted_since, load_changed_at
+    )
 
 
 def progress(s: InstanceStatus) -> tuple[object, ...]:
@@ -262,6 +265,7 @@ def expire_silent_nodes(tx: Transaction, due: float) -> None:
 
 def forget_node(tx: Transaction, node: str) -> None:
     """Remove a lost node, which has no instances any more. If it reports again, it is a new one."""
+    forget_starts_on(tx, node)
     tx.drop(Presence, node)
     tx.drop(LoaderPresence, node)
     tx.drop(Node, node)

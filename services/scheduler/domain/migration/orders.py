@@ -323,7 +323,7 @@ def _start_destination(tx: Transaction, move: Migration, source: Instance, model
 
 def _count_failure(tx: Transaction, move: Migration) -> None:
     """Back off before a group is consolidated again."""
-    if move.reason == CONSOLIDATION:
+    if move.reason == CONSOLIDATION and move.model in tx.state.models:
         known = tx.state.consolidation_failures.get(move.model) or ConsolidationFailures(move.model)
         attempts = known.attempts + 1
         tx.put(replace(known, attempts=attempts, not_before=tx.now + tx.policy.backoff_s(attempts)))

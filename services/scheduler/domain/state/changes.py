@@ -121,6 +121,8 @@ def apply(state: ClusterState, changes: Iterable[Change]) -> None:
                     index(state, state.get_writable(_TABLES[kind]).pop(key), None)
                     if isinstance(old, Instance) and (plan := state.plans.get(old.plan_id)) is not None:
                         _put_plan(state, plan)
+                    elif isinstance(old, Model):
+                        _forget_last_plan(state, old.key)
             case Traced(plan_id, instance_id, traceparent):
                 if (plan := state.plans.get(plan_id)) is not None:
                     state.get_writable("plans")[plan_id] = plan.model_copy(update={"traceparent": traceparent})
@@ -149,6 +151,16 @@ def _is_needed(state: ClusterState, plan: PlanRecord) -> bool:
     chosen, group = plan.chosen, state.instances.get(plan.instance_id or "")
     has_full_workers = chosen is not None and bool(chosen.later_devices) and chosen.full_workers > 0
     return has_full_workers and group is not None and group.plan_id == plan.plan_id
+
+
+def _forget_last_plan(state: ClusterState, model: str) -> None:
+    """Keep the last plan of a removed model only as long as it is needed."""
+    key = state.last_plan.get(model)
+    if key is None:
+        return
+    del state.get_writable("last_plan")[model]
+    if (plan := state.plans.get(key)) is not None and not _is_needed(state, plan):
+        del state.get_writable("plans")[key]
 
 
 def _put_plan(state: ClusterState, plan: PlanRecord) -> None:

@@ -91,6 +91,7 @@ class InstanceReport:
             `counted_since`.
         counted_since: Time of the first report that this leader got of an instance that had served;
             None: it had not.
+        load_changed_at: Time at which its load last changed.
     """
 
     instance_id: str
@@ -99,6 +100,7 @@ class InstanceReport:
     progressed_at: float = 0.0
     completed_before: int = 0
     counted_since: float | None = None
+    load_changed_at: float = 0.0
 
     @property
     def key(self) -> str:
@@ -209,7 +211,8 @@ class LaterStage:
 class Delivery:
     """The last start or resume command that this leader sent for an instance or stage.
 
-    `answered_at` None: it waits behind other commands for the node, or its node has not answered.
+    `answered_at`: time of its acceptance or refusal; None: it waits behind other commands for the
+    node, or its node has not answered.
     """
 
     instance_id: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.domain.estimates.token_times import measure_token_ms
+from services.scheduler.domain.estimates.token_times import measure_token_ms, token_s
 from shared.contracts.engine import EngineLoad
+from tests.unit.scheduler.world import World
 
 
 def load(tokens: int, active: int = 1, completed: int = 3, waiting: int = 0) -> EngineLoad:
@@ -31,3 +32,18 @@ def test_sequences_of_a_batch_share_the_tokens(active: int, tokens: int, expecte
 )
 def test_reports_of_different_sequences_measure_nothing(old: EngineLoad, new: EngineLoad, seconds: float) -> None:
     assert measure_token_ms(old, new, seconds) is None
+
+
+def test_tokens_count_since_the_load_changed(w: World) -> None:
+    """The node has sent another message since, which repeated the load."""
+    w.node()
+    w.model("a", slo={"ttft": 10, "tpot": 0.1})
+    running = w.up("a")
+    running.active, running.generated = 1, 100
+    w.hear()
+    w.now += 0.4
+    w.hear()
+    w.now += 0.6
+    running.generated = 150
+    w.hear()
+    assert token_s(w.state, "a") == pytest.approx(0.02)

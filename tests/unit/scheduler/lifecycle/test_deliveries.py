@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from services.scheduler.domain.events import CommandAccepted
+from services.scheduler.domain.effects import SendResume, SendStart
+from services.scheduler.domain.events import CommandAccepted, StartRefused
 from shared.contracts.node import InstanceState
+from shared.errors import Unreachable
 from tests.unit.scheduler.lifecycle.group_world import make
-from tests.unit.scheduler.world import World
+from tests.unit.scheduler.world import World, no_room
 
 LATE_S = 20.0
 """Far beyond `absence_grace_s`: other starts for the node wait for answers, one after the other."""
@@ -103,3 +105,43 @@ def test_nothing_is_kept_of_instances_that_are_gone(w: World) -> None:
     w.finish_stops()
     assert running.command.instance_id not in w.state.instances
     assert not w.state.deliveries
+
+
+def test_a_running_instance_whose_start_got_no_reply_is_missing_once_its_node_has_lost_it(w: World) -> None:
+    """The node began the start; neither its reply nor one to a repeated command arrived."""
+    agent = w.node()
+    w.model("a")
+    w.undelivered = []
+    w.demand("a")
+    (sent,) = [e for e in w.undelivered if isinstance(e, SendStart)]
+    w.undelivered = None
+    agent.start(sent.command, w.now)
+    w.get_ready("a")
+    w.send(StartRefused(w.now, sent.command.instance_id, Unreachable("no reply").body()))
+    assert w.demand("a").outlook == "ready"
+    agent.instances.clear()
+    agent.boot, agent.seq = "boot-2", 0
+    wait(w, "a", w.policy.absence_grace_s + 1)
+    assert len(w.starts("a")) == 2
+    assert set(w.state.instances) == set(agent.instances)
+
+
+def test_a_suspended_instance_whose_resumption_was_refused_is_gone_with_its_process(w: World) -> None:
+    agent = w.node()
+    w.model("a")
+    running = w.up("a")
+    w.can_suspend(running)
+    w.sleep("a")
+    agent.finish_stops()
+    w.hear()
+    w.undelivered = []
+    w.demand("a")
+    (resumption,) = [e for e in w.undelivered if isinstance(e, SendResume)]
+    w.send(StartRefused(w.now, resumption.command.instance_id, no_room(None)))
+    w.demand("a", waiting=0)
+    assert [i.state for i in w.state.instances.values()] == [InstanceState.SUSPENDED]
+    agent.instances.clear()
+    agent.boot, agent.seq = "boot-2", 0
+    for _ in range(3):
+        w.tick(w.policy.absence_grace_s)
+    assert not w.state.instances

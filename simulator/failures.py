@@ -48,11 +48,11 @@ class Nodes:
             else:
                 interrupted.update(dict.fromkeys(controller.stops.drop(instance)))
             controller.migrations.on_lost(instance)
+        world.fetches.drop(node.name)
         for flow in list(node.network.flows):
             node.network.cancel(flow)
         node.dram.clear()
-        for key in [k for k in controller.options.snapshots if k[0] == node.name]:
-            del controller.options.snapshots[key]
+        controller.options.drop_snapshots(node.name)
         for device in node.devices:
             device.kept.clear()
             device.kept_bytes = 0

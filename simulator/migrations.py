@@ -53,7 +53,7 @@ class Migrations:
             self._mark_moving(source, there)
             self._round(migration)
             return
-        start = self._start_at(source, device, lambda _: self._on_loaded(source))
+        start = self._start_at(source, device, lambda destination: self._on_loaded(source, destination))
         if start is None:
             self._mark_moving(source)
             return
@@ -61,9 +61,11 @@ class Migrations:
         self._mark_moving(source, start.instance)
         self._starts.begin(start)
 
-    def _on_loaded(self, source: Instance) -> None:
+    def _on_loaded(self, source: Instance, destination: Instance) -> None:
         if (migration := self._under_way.get(source.key)) is not None:
             self._round(migration)
+        else:  # the source was lost meanwhile: its requests wait
+            self._idle(destination)
 
     def _mark_moving(self, *instances: Instance) -> None:
         for instance in instances:

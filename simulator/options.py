@@ -12,7 +12,7 @@ from services.scheduler.domain.cost.cost import Cost, Way
 from services.scheduler.domain.policies import pipelines
 from services.scheduler.domain.policies.port import NOTHING_TO_CLEAR, Ask, Capability, Clearance, Option
 from simulator.config import Batching
-from simulator.instances import SimDevice, SimModel
+from simulator.instances import SimDevice, SimModel, SimNode
 from simulator.policies.hydraserve_ledger import Ledger, accepts, record_begin, record_end, share
 from simulator.world import World
 
@@ -31,6 +31,29 @@ class Options:
         """Fetches under way in HydraServe's ledgers (Eq. 3 and 4)."""
         self.snapshots: dict[tuple[str, str], int] = {}
         """Suspended instances by node and model, in bytes."""
+        self._displaced: set[tuple[str, str]] = set()
+        """Nodes and models whose snapshot took the place of the weights in host memory."""
+
+    def displace_weights(self, node: SimNode, model: SimModel) -> None:
+        """Give the place of the weights in host memory to a snapshot, which contains them."""
+        node.dram.remove(model.name)
+        self._displaced.add((node.name, model.name))
+
+    def end_snapshot(self, node: SimNode, model: SimModel) -> None:
+        """Free a snapshot that is restored; weights that it displaced stay in host memory."""
+        dram, name = node.dram, f"snapshot:{model.name}"
+        dram.unpin(name)
+        dram.remove(name)
+        if (node.name, model.name) in self._displaced:
+            self._displaced.remove((node.name, model.name))
+            if model.weights <= dram.free:
+                dram.add(model.name, model.weights)
+                self._world.touch_node(node)
+
+    def drop_snapshots(self, node: str) -> None:
+        """Forget the snapshots of a node that has failed."""
+        self.snapshots = {at: nbytes for at, nbytes in self.snapshots.items() if at[0] != node}
+        self._displaced = {at for at in self._displaced if at[0] != node}
 
     def fetch_begun(self, node: str, key: str, nbytes: float, model: SimModel) -> None:
         now = self._world.clock.now

@@ -121,18 +121,26 @@ def check_fit(path: Path, cluster: ClusterFile, models: Sequence[ModelGroup]) ->
 def leave_out(cluster: ClusterFile, node: str) -> ClusterFile:
     """Return the cluster without one node, named as in the file or by its number (NAME-0).
 
+    The later nodes of its group get the names of those before them, as do their failures.
+
     Raises:
         InvalidRequest: There is no such node, or no other one.
     """
     names = [name for name, _ in cluster.iter_nodes()]
     for group in cluster.nodes:
-        own = {f"{group.name}-{n}" for n in range(group.count)} | ({group.name} if group.count == 1 else set())
-        if node in own:
+        own = [f"{group.name}-{n}" for n in range(group.count)]
+        if node in own or (node == group.name and group.count == 1):
+            gone = own.index(node) if node in own else 0
+            renamed = {name: own[n if n < gone else n - 1] for n, name in enumerate(own)}
+            events = tuple(
+                e.model_copy(update={"node": renamed.get(e.node, e.node)}) for e in cluster.failures.events if e.node != own[gone]
+            )
             fewer = [group.model_copy(update={"count": group.count - 1})] if group.count > 1 else []
             nodes = tuple(g for other in cluster.nodes for g in (fewer if other is group else [other]))
             if not nodes:
                 raise InvalidRequest(f"{node} is the only node: nothing is left to simulate without it")
-            return cluster.model_copy(update={"nodes": nodes})
+            failures = cluster.failures.model_copy(update={"events": events})
+            return cluster.model_copy(update={"nodes": nodes, "failures": failures})
     raise InvalidRequest(f"There is no node {node!r} to leave out. The nodes are {', '.join(names[:8])}")
 
 

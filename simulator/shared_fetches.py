@@ -46,6 +46,11 @@ class Fetches:
 
         return leave
 
+    def drop(self, node: str) -> None:
+        """Forget the fetches of a node that has failed: none of them ends."""
+        for key in [key for key in self._open if key[0] == node]:
+            del self._open[key]
+
     def under_way(self, key: Key) -> bool:
         return key in self._open
 

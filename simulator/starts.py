@@ -143,14 +143,13 @@ class Starts:
 
     def _restore(self, start: Start) -> None:
         """Restore a snapshot from the node's memory."""
-        world, part, name = self._world, start.instance.parts[0], start.instance.model.name
+        world, part, model = self._world, start.instance.parts[0], start.instance.model
         node = part.device.node
         self._count("snapshot")
         self.expect(start)
 
         def on_restored() -> None:
-            node.dram.unpin(f"snapshot:{name}")
-            node.dram.remove(f"snapshot:{name}")
+            self._options.end_snapshot(node, model)
             world.clock.call_later(world.runtime.startup.restore_s, lambda: self.on_arrived(start))
 
         start.flows.append(node.network.start(part.device.path, start.snapshot, on_restored))

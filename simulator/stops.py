@@ -66,8 +66,9 @@ class Stops:
             return
 
         def on_expired() -> None:
-            instance.keep_timer = None
-            if instance.state == "ready" and not instance.runs and not instance.moving:
+            instance.keep_timer = instance.leaves_at = None
+            others = len(instance.model.instances) - 1
+            if instance.state == "ready" and not instance.runs and not instance.moving and others >= group.replicas_min:
                 self._give_way(instance)
 
         instance.keep_timer, instance.leaves_at = world.clock.call_later(seconds, on_expired), world.clock.now + seconds
@@ -78,11 +79,11 @@ class Stops:
         A snapshot has the weights, so it takes the place of their copy in host memory. It displaces
         nothing else, because other models would then load from slower tiers.
         """
-        dram, model = instance.parts[0].device.node.dram, instance.model
-        fits = model.snapshot <= dram.free + dram.held.get(model.name, 0)
-        if "suspend" in self._world.can and fits and self._resumes_faster(instance):
-            if model.snapshot > dram.free:
-                dram.remove(model.name)
+        node, model = instance.parts[0].device.node, instance.model
+        fits = model.snapshot <= node.dram.free + node.dram.held.get(model.name, 0)
+        if "suspend" in self._world.can and fits and _may_have_snapshot(instance) and self._resumes_faster(instance):
+            if model.snapshot > node.dram.free:
+                self._options.displace_weights(node, model)
             self.suspend(instance)
         else:
             self.leave(instance)
@@ -154,7 +155,7 @@ class Stops:
     def _snapshot(self, instance: Instance) -> None:
         world, model, part = self._world, instance.model, instance.parts[0]
         node, name = part.device.node, f"snapshot:{instance.model.name}"
-        if len(instance.parts) > 1 or name in node.dram or not node.dram.add(name, model.snapshot):
+        if not _may_have_snapshot(instance) or not node.dram.add(name, model.snapshot):
             self.leave(instance)
             return
         node.dram.pin(name)
@@ -186,6 +187,12 @@ class Stops:
         if instance.state == "leaving":
             self._on_gone(instance, keep_weights=False)
         return runs
+
+
+def _may_have_snapshot(instance: Instance) -> bool:
+    """True for a whole instance whose model has no snapshot on its node."""
+    node = instance.parts[0].device.node
+    return len(instance.parts) == 1 and f"snapshot:{instance.model.name}" not in node.dram
 
 
 def _cancel(timer: Timer | None) -> None:

@@ -23,7 +23,9 @@ class Migrator:
         self._world, self._agents, self._gateway, self._post = world, agents, gateway, post
 
     def start_migration(self, record: MigrationRecord) -> None:
-        _Migration(self._world, self._agents, self._gateway, self._post, record).round()
+        claimed = record.model_copy(update={"owner": "migrator"})
+        self._post(MigrationUpdated(self._world.clock.now, claimed))
+        _Migration(self._world, self._agents, self._gateway, self._post, claimed).round()
 
 
 class _Migration:

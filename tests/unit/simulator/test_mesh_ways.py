@@ -112,6 +112,14 @@ def test_serving_instance_is_migrated_with_its_tokens(profile: str) -> None:
     assert moved.ended == pytest.approx(moved.queued + 0.1 + 60.0 + moved.pause, abs=0.2)
 
 
+def test_migration_may_take_longer_than_an_order_that_no_migrator_claims() -> None:
+    small = MODEL.model_copy(update={"name": "small", "weights_gb": 2.0, "resume_s": 12.0})
+    large = MODEL.model_copy(update={"name": "large", "weights_gb": 14.5})
+    cluster = machines(2, can=frozenset({"migrate"}), links=LinkSpeeds(remote=0.1, ssd=5, device=20))
+    outcome = run(cluster, [small, small.model_copy(update={"name": "other"}), large], [ask(0, "small", 901), ask(20, "large")])
+    assert (outcome.migrations, len(outcome.served), outcome.lost) == (1, 2, 0)
+
+
 @pytest.mark.parametrize("failover", ["resume", "restart"])
 def test_requests_of_a_failed_node_are_resumed_on_another(failover: str) -> None:
     failures = Failures(events=(Failure(node="node-0", at=10, seconds=30),))

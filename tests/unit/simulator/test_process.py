@@ -39,6 +39,20 @@ def test_a_node_is_left_out_by_its_name_or_its_number() -> None:
         leave_out(cluster({"name": "small"}), "small")
 
 
+def test_failures_follow_their_nodes_if_one_is_left_out() -> None:
+    failures = {
+        "events": [{"node": f"big-{n}", "at": n, "seconds": 1} for n in range(3)] + [{"node": "small-0", "at": 9, "seconds": 1}]
+    }
+    nodes = [NODE | {"name": "big", "count": 3}, NODE | {"name": "small"}]
+    whole = ClusterFile.model_validate({"nodes": nodes, "failures": failures})
+
+    def planned(found: ClusterFile) -> list[tuple[str, float]]:
+        return [(e.node, e.at) for e in found.failures.events]
+
+    assert planned(leave_out(whole, "big-1")) == [("big-0", 0), ("big-1", 2), ("small-0", 9)]
+    assert planned(leave_out(whole, "small")) == [("big-0", 0), ("big-1", 1), ("big-2", 2)]
+
+
 def order(directory: Path, **fields: Any) -> str:
     document = {"nodes": [NODE | {"name": name} for name in ("x", "y")]}
     (directory / "cluster.yaml").write_text(json.dumps(document))

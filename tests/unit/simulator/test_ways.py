@@ -29,10 +29,12 @@ from simulator.config import (
     Runtime,
     Startup,
 )
+from simulator.controller import Controller
 from simulator.policies import serverlessllm, shepherd, swapservellm
 from simulator.report import Outcome
 from simulator.simulate import simulate
 from simulator.workloads.request import Request
+from simulator.world import World
 
 PLAIN = Profile("plain", arrivals, evict_lru, choose_soonest, keep_setting, one_each)
 LONG = Batching(prefill_tokens_per_second=1000, tpot_ms=100, concurrency=1)
@@ -153,6 +155,37 @@ def test_evicted_instance_is_suspended_where_its_snapshot_displaces_no_other_wei
     assert outcome.served[-1].queued == pytest.approx(0.75 + 0.1 + 0.5 if expected == 2 else 3 + 0.5)
 
 
+def held_in_memory(machines: ClusterFile, models: list[ModelGroup], asks: list[Request], profile: Profile) -> set[str]:
+    """Return what the first node has in its memory at the end."""
+    world = World(machines, models, profile, 0)
+    Controller(world).run(asks)
+    return set(world.nodes["node-0"].dram.held)
+
+
+def test_weights_that_a_snapshot_displaced_stay_in_memory_when_it_is_restored() -> None:
+    models = [model("a"), model("b", weights_gb=15)]
+    machines = cluster(Runtime(in_dram=True, startup=Startup(container_s=3, restore_s=0.1)), dram_gb=25)
+    profile = replace(PLAIN, uses=frozenset({"suspend"}))
+    held = held_in_memory(machines, models, [ask(0, "a"), ask(10, "b"), ask(20, "a")], profile)
+    assert held == {"a", "snapshot:b"}
+
+
+def test_weights_stay_in_memory_if_an_instance_is_stopped_because_there_is_a_snapshot() -> None:
+    models = [model("a", replicas_max=2, keep_alive=1), model("b", weights_gb=1)]
+    machines = cluster(Runtime(in_dram=True, startup=Startup(container_s=3)), devices=2, dram_gb=21)
+    profile = replace(PLAIN, scale=per_request, uses=frozenset({"suspend"}))
+    held = held_in_memory(machines, models, [ask(0, "a"), ask(0, "a"), ask(20, "b")], profile)
+    assert held == {"a", "b", "snapshot:a"}
+
+
+def test_as_many_idle_instances_as_replicas_min_outlast_their_keep_alive() -> None:
+    profile = replace(PLAIN, scale=per_request)
+    models = [model("a", replicas_min=1, replicas_max=2, keep_alive=1)]
+    outcome = simulate(cluster(devices=2), models, [ask(0, "a"), ask(0, "a"), ask(20, "a")], profile)
+    assert outcome.stops == 1
+    assert outcome.served[-1].queued == 0
+
+
 def pipeline(tpot_ms: float = 100, kv: float = 0.0, gather: float = 1.0, **more: object) -> ModelGroup:
     service = Batching(prefill_tokens_per_second=1e6, tpot_ms=tpot_ms, concurrency=4)
     return model("p", service=service, kv_mb_per_token=kv, slo_ttft=60, slo_tpot=1, **more)
@@ -215,3 +248,25 @@ def test_request_over_its_waiting_limit_times_out() -> None:
     outcome = simulate(cluster(runtime), [model("a", service=Fixed(seconds=9))], [ask(0, "a"), ask(0, "a"), ask(8, "a")], PLAIN)
     assert (len(outcome.served), outcome.timed_out) == (2, 1)
     assert outcome.figures()["slo_attainment"] == pytest.approx(1 / 3, abs=1e-3)  # the last one took 10.5 s
+
+
+def test_requests_of_a_source_that_fails_while_their_destination_loads_are_served_there() -> None:
+    node = {"devices": 1, "device_gb": 12, "dram_gb": 100, "ssd_gb": 0}
+    slow = NodeGroup.model_validate({"name": "slow", **node, "kind": "slow", "links": LinkSpeeds(remote=1, ssd=1, device=20)})
+    other = NodeGroup.model_validate({"name": "other", **node, "kind": "other", "links": LinkSpeeds(remote=5, ssd=1, device=20)})
+    failures = Failures(events=(Failure(node="other-0", at=15, seconds=1),))
+    models = [model("free", service=LONG), model("bound", kinds=["other"])]
+    machines = ClusterFile(nodes=(slow, other), failures=failures)
+    outcome = simulate(machines, models, [ask(0, "free", 100, 201), ask(10, "bound", 1, 1)], serverlessllm.PROFILE)
+    assert (outcome.lost, outcome.restarts) == (0, 1)
+    # The destination has been loading since 10 s, for 10 s; the tokens of 13 s are computed again.
+    assert next(s for s in outcome.served if s.model == "free").pause == pytest.approx(5 + 0.23, abs=0.02)
+
+
+def test_pipeline_is_consolidated_on_a_node_that_failed_while_it_fetched_the_rest_of_another_one() -> None:
+    profile = replace(PLAIN, choose=pipelined, uses=frozenset({"pipeline"}))
+    failures = Failures(events=(Failure(node="node-0", at=5, seconds=1),))
+    machines = spread_out().model_copy(update={"failures": failures})
+    outcome = simulate(machines, [pipeline(keep_alive=1)], [ask(0, "p", 100, 201), ask(100, "p", 100, 201)], profile)
+    assert outcome.stages == [4, 3, 4]
+    assert outcome.successors == [1, 1]

@@ -51,14 +51,20 @@ class LaterRank(InstanceProcess):
         address = own_address(self._settings.stage_host)
         self._engine.rank = Rank(stage.index, stage.count, member.host, member.port, address)
         starting = asyncio.create_task(self._engine.start_later_rank(member.ready), name="engine")
+        closing = asyncio.create_task(member.closed.wait(), name="closing")
         try:
-            waited: set[asyncio.Future[Any]] = {starting, member.lost}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
+            causes: set[asyncio.Future[Any]] = {closing, member.lost}
+            await asyncio.wait({starting, *causes}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done() and starting.exception() is not None:
+                await asyncio.wait(causes, timeout=_CAUSE_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+            if closing.done():
+                await self._stop_with_group()
+            if member.lost.done():
                 raise member.lost.result()
             starting.result()
         finally:
             starting.cancel()
+            closing.cancel()
             await asyncio.gather(starting, return_exceptions=True)
 
     async def _wait_for_failure(self) -> ThawError:
@@ -71,12 +77,16 @@ class LaterRank(InstanceProcess):
             await asyncio.wait({failing, *causes}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait(causes, timeout=_CAUSE_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
             if closing.done():
-                self._serving.drained.set()
-                await asyncio.get_running_loop().create_future()
+                await self._stop_with_group()
             return self._member.lost.result() if self._member.lost.done() else failing.result()
         finally:
             failing.cancel()
             closing.cancel()
+
+    async def _stop_with_group(self) -> None:
+        """Let the process stop, which is no failure, and wait until that cancels the caller."""
+        self._serving.drained.set()
+        await asyncio.get_running_loop().create_future()
 
     async def _handle_command(self, command: EngineControl) -> Message:
         match command:

@@ -135,10 +135,11 @@ async def test_address_that_is_not_of_this_node_is_an_error(mesh: Mesh) -> None:
 class Group:
     """The hosts of two ranks, on two nodes."""
 
-    def __init__(self, hosts: Hosts, directory: Path) -> None:
+    def __init__(self, hosts: Hosts, directory: Path, *options: str) -> None:
+        """Create a group. `options`: those of the engines (tests/support/fake_openai.py)."""
         self.nodes = (hosts, Hosts(hosts.mesh, f"{hosts.node}-b", hosts.nats_url, directory))
         self.instances: list[str] = []
-        self._program = fake_program(directory, "vllm")
+        self._program = fake_program(directory, "vllm", *options)
 
     async def start(self) -> None:
         await self.nodes[1].start()
@@ -154,8 +155,8 @@ class Group:
 
 
 @pytest.fixture
-async def group(hosts: Hosts, tmp_path: Path) -> AsyncIterator[Group]:
-    group = Group(hosts, tmp_path)
+async def group(hosts: Hosts, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Group]:
+    group = Group(hosts, tmp_path, *getattr(request, "param", ()))
     await group.start()
     yield group
     group.nodes[1].close()
@@ -202,3 +203,14 @@ async def test_first_rank_that_dies_during_the_start_ends_the_others_start(group
     os.kill(first.pid, signal.SIGKILL)
     assert (await group.reported(1, "failed")).error is not None
     await group.nodes[1].left_nothing(group.instances[1])
+
+
+@pytest.mark.parametrize("group", [("--ready-after", "600")], indirect=True)
+async def test_ranks_stop_together_while_they_start(group: Group) -> None:
+    for hosts, instance in zip(group.nodes, group.instances, strict=True):
+        assert (await hosts.reported(instance, lambda r: r.progress > 0 or r.state == "failed")).state == "loading"
+    drain = DrainEngine(only_if_idle=False, reason="test")
+    await group.nodes[0].mesh.request(subjects.engine_control(group.instances[0]), drain, Done)
+    for index, hosts in enumerate(group.nodes):
+        assert (await group.reported(index, "stopped", "failed")).state == "stopped"
+        await hosts.left_nothing(group.instances[index])

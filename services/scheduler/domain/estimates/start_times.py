@@ -332,6 +332,8 @@ class Forecast:
         if read:
             seconds = max(seconds, load_s(read, source or DEFAULT_BYTES_PER_SECOND, queued))
         from_peers = 0
+        if not missing:  # another load there brings what peers have
+            peers = {}
         if peers:
             host = min(bus or DEFAULT_BYTES_PER_SECOND, (source or DEFAULT_BYTES_PER_SECOND) if read else math.inf)
             there_bytes = min(missing, sum(peers.values()))

@@ -74,6 +74,14 @@ def test_units_that_only_other_devices_have_count_beside_those_here(w: World) ->
     assert found.phases["load"] == pytest.approx(1250 + 20)
 
 
+def test_nothing_is_copied_for_units_that_another_load_brings(w: World) -> None:
+    """The loader counts them as reserved, and as units that the other device has."""
+    report(w, memory("cpu:1", there(0)), memory("cpu:2", there(0, {"cpu:1": 500})))
+    found = predicted(w)
+    assert (found.peers, found.peer_bytes, found.read_bytes) == ((), 0, 0)
+    assert found.phases["load"] == pytest.approx(20)
+
+
 def test_units_of_unknown_content_are_not_copied_from_another_device(w: World) -> None:
     unknown = there(0).model_copy(update={"read_bytes": WEIGHTS})
     report(w, memory("cpu:1", unknown), memory("cpu:2"))

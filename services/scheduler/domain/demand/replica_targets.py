@@ -141,7 +141,7 @@ def measure_demand(tx: Transaction, model: Model, running: list[Instance]) -> De
         waiting=(demand.waiting if demand else 0) + queued,
         running=max(0, count_running(tx, model, running) - queued),
         live=len(running),
-        capacity=max(1, capacity // len(running)),
+        capacity=max(1, capacity // max(1, len(running))),
         window_requests=demand.window if demand else 0,
         min_replicas=model.min_replicas,
         max_replicas=model.card.spec.replicas.max,

@@ -219,6 +219,9 @@ def _advance(tx: Transaction, move: Migration) -> None:
     if source is None or model is None or source.generation != model.card.generation:
         _fail_migration(tx, move, NotFound(f"The instance {move.source} has gone").body())
         return
+    if move.reason == CONSOLIDATION and model.sleep_requested:
+        tx.drop(Migration, move.migration_id)  # the group stops, and needs no successor
+        return
     is_idle = tx.idle_since(move.source) is not None
     if move.waiter is None and is_idle and move.reason != CONSOLIDATION:
         tx.drop(Migration, move.migration_id)  # nothing is left to migrate; the source stops by itself

@@ -15,6 +15,7 @@ from services.scheduler.domain.policies.port import Demand
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.entities import CONSOLIDATION
+from shared.contracts.admin import ModelAsleep
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord
 from shared.contracts.node import InstanceState
@@ -119,6 +120,21 @@ def test_idle_group_is_replaced_without_a_migrator() -> None:
         w.finish_stops()
         w.tick(0.5)
     assert w.of("m") == [one]
+
+
+def test_model_whose_group_is_being_consolidated_can_be_put_to_sleep() -> None:
+    w = make(6.0)
+    group = serving(w)
+    later(w)
+    assert whole(w, LOADING)
+    waiter = w.sleep("m")
+    assert not w.state.migrations
+    group[0].active = 0
+    for _ in range(3):
+        w.finish_stops()
+        w.tick(0.5)
+    assert not w.of("m")
+    assert isinstance(w.answer(waiter), ModelAsleep)
 
 
 def wished(w: World) -> None:

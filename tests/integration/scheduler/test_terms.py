@@ -234,12 +234,12 @@ async def test_every_growing_table_is_pruned_in_bounded_batches(migrated_url: st
         await engine.dispose()
 
 
-async def test_what_was_learned_of_template_keys_is_kept_for_the_next_leader(migrated_url: str) -> None:
+async def test_estimates_of_template_keys_are_kept_for_the_next_leader(migrated_url: str) -> None:
     engine = connect(migrated_url)
     names = (name_of_key("k"), "a model that is not registered")
     learned = [Put(Estimate(name, ANYWHERE, {"init": Parameter(9.0, 1.0, 1)})) for name in names]
 
-    async def kept() -> set[str]:
+    async def list_kept() -> set[str]:
         repository = Repository(engine)
         await repository.prune(7, time.time())
         return set((await repository.load(7, time.time())).estimates)
@@ -249,10 +249,10 @@ async def test_what_was_learned_of_template_keys_is_kept_for_the_next_leader(mig
         async with engine.begin() as connection:
             await connection.execute(text("UPDATE leadership SET epoch = 7"))
         await Repository(engine).commit(7, learned)
-        assert await kept() == {estimate_key(name_of_key("k"), ANYWHERE)}
+        assert await list_kept() == {estimate_key(name_of_key("k"), ANYWHERE)}
         async with engine.begin() as connection:
             await connection.execute(text("UPDATE parameters SET updated = updated - 31 * 86400"))
-        assert await kept() == set(), "no such model has started for a month"
+        assert await list_kept() == set(), "no such model has started for a month"
     finally:
         await engine.dispose()
 

@@ -46,11 +46,11 @@ def test_failures_follow_their_nodes_if_one_is_left_out() -> None:
     nodes = [NODE | {"name": "big", "count": 3}, NODE | {"name": "small"}]
     whole = ClusterFile.model_validate({"nodes": nodes, "failures": failures})
 
-    def planned(found: ClusterFile) -> list[tuple[str, float]]:
+    def list_planned(found: ClusterFile) -> list[tuple[str, float]]:
         return [(e.node, e.at) for e in found.failures.events]
 
-    assert planned(leave_out(whole, "big-1")) == [("big-0", 0), ("big-1", 2), ("small-0", 9)]
-    assert planned(leave_out(whole, "small")) == [("big-0", 0), ("big-1", 1), ("big-2", 2)]
+    assert list_planned(leave_out(whole, "big-1")) == [("big-0", 0), ("big-1", 2), ("small-0", 9)]
+    assert list_planned(leave_out(whole, "small")) == [("big-0", 0), ("big-1", 1), ("big-2", 2)]
 
 
 def order(directory: Path, **fields: Any) -> str:

@@ -9,7 +9,7 @@ from services.scheduler.domain.state.volatile import ConsolidationFailures
 from tests.unit.scheduler.world import World
 
 
-def measured(w: World) -> set[tuple[str, str]]:
+def list_measured(w: World) -> set[tuple[str, str]]:
     return {(e.model, e.node) for e in w.state.estimates.values()}
 
 
@@ -19,10 +19,10 @@ def test_nothing_that_was_learned_of_a_removed_model_is_kept(w: World) -> None:
         w.model(model)
         w.up(model)
     apply(w.state, [Put(MigrationTimes("a")), Put(ConsolidationFailures("a", attempts=3))])
-    assert measured(w) == {(model, node) for model in ("a", "b") for node in ("n1", ANYWHERE)}
+    assert list_measured(w) == {(model, node) for model in ("a", "b") for node in ("n1", ANYWHERE)}
     w.remove("a")
     w.finish_stops()
-    assert measured(w) == {("b", "n1"), ("b", ANYWHERE)}
+    assert list_measured(w) == {("b", "n1"), ("b", ANYWHERE)}
     assert not w.state.migration_times
     assert not w.state.consolidation_failures
     assert set(w.state.measured_on) == {"b"}
@@ -37,7 +37,7 @@ def test_nothing_that_was_learned_on_a_removed_node_is_kept(w: World) -> None:
     w.node("n2")
     w.tick(w.policy.node_lost_after_s + 1, nodes_report=False)
     w.hear("n2")
-    assert measured(w) == {("a", "n1"), ("a", ANYWHERE)}
+    assert list_measured(w) == {("a", "n1"), ("a", ANYWHERE)}
     w.change_node("n1", "remove")
-    assert measured(w) == {("a", ANYWHERE)}
+    assert list_measured(w) == {("a", ANYWHERE)}
     assert not w.state.measured_on

@@ -67,9 +67,13 @@ class Stops:
 
         def on_expired() -> None:
             instance.keep_timer = instance.leaves_at = None
-            others = len(instance.model.instances) - 1
-            if instance.state == "ready" and not instance.runs and not instance.moving and others >= group.replicas_min:
+            if instance.state != "ready" or instance.runs or instance.moving:
+                return
+            if len(instance.model.instances) > group.replicas_min:
                 self._give_way(instance)
+            else:
+                for part in instance.parts:
+                    world.touch(part.device)
 
         instance.keep_timer, instance.leaves_at = world.clock.call_later(seconds, on_expired), world.clock.now + seconds
 

@@ -263,7 +263,7 @@ def test_requests_of_a_source_that_fails_while_their_destination_loads_are_serve
     assert next(s for s in outcome.served if s.model == "free").pause == pytest.approx(5 + 0.23, abs=0.02)
 
 
-def test_pipeline_is_consolidated_on_a_node_that_failed_while_it_fetched_the_rest_of_another_one() -> None:
+def test_pipeline_is_consolidated_on_a_node_that_failed_during_a_consolidation() -> None:
     profile = replace(PLAIN, choose=pipelined, uses=frozenset({"pipeline"}))
     failures = Failures(events=(Failure(node="node-0", at=5, seconds=1),))
     machines = spread_out().model_copy(update={"failures": failures})

@@ -51,7 +51,7 @@ class LoaderProcess:
             "THAW_NODE": node,
             "THAW_LOG_FORMAT": "text",
             "THAW_PRETOUCH": "off",
-            "THAW_DRAM_BYTES": "0",  # released weights are evicted; test_dram.py has a budget
+            "THAW_DRAM_BYTES": "0",  # released weights are evicted; test modules of the DRAM cache have a budget
         }
         self.log = home / "loader.log"
         self.process: subprocess.Popen[bytes] | None = None
@@ -135,8 +135,15 @@ class Client:
 
 
 @pytest.fixture
-def loader(nats_server: NatsServer, tmp_path: Path) -> Iterator[LoaderProcess]:
+def loader_environment() -> dict[str, str]:
+    """Settings of the loader. Test modules override it with theirs."""
+    return {}
+
+
+@pytest.fixture
+def loader(nats_server: NatsServer, tmp_path: Path, loader_environment: dict[str, str]) -> Iterator[LoaderProcess]:
     process = LoaderProcess(nats_server.url, tmp_path / "home", f"n-{tmp_path.name.replace('_', '-').lower()}"[:60].rstrip("-"))
+    process.environment |= loader_environment
     process.home.mkdir()
     process.start()
     yield process

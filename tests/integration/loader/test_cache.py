@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import logging
 import subprocess
 import threading
@@ -21,6 +20,8 @@ import pytest
 from services.loader.adapters.cache_fill import CacheFill
 from services.loader.adapters.cards import card_for
 from shared.errors import CheckpointInvalid, Unavailable
+from tests.integration.loader.cached_loads import SHARD, STEP, load, settle
+from tests.integration.loader.checksums import write_sums
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from weights.cache import store
@@ -30,13 +31,10 @@ from weights.cache.partial import PartialModel
 from weights.cache.store import SsdCache
 from weights.sources.sources import Sources
 from weights.tiers.http import HttpTier
-from weights.tiers.port import Tier
 from weights.tiers.retry import Backoff
 from weights.transfer.links import Links
 
 QUICK = Backoff(attempts=3, first_s=0.001, most_s=0.01)
-SHARD = "model-00001-of-00002.safetensors"
-STEP = 300_000
 GIB = 1024**3
 
 
@@ -53,11 +51,6 @@ def server(tmp_path: Path) -> Iterator[TierServer]:
     assert not [t.name for t in threading.enumerate() if t.name.startswith(("probe", "cache", "verify"))]
 
 
-def write_sums(directory: Path) -> None:
-    files = sorted(p for p in directory.iterdir() if p.name != "SHA256SUMS")
-    (directory / "SHA256SUMS").write_text("".join(f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in files))
-
-
 @pytest.fixture
 def cache(tmp_path: Path) -> SsdCache:
     return SsdCache(tmp_path / "cache", GIB)
@@ -65,24 +58,6 @@ def cache(tmp_path: Path) -> SsdCache:
 
 def opened(server: TierServer, cache: SsdCache, *, pinned: bool = False) -> CachingTier:
     return CachingTier(HttpTier(f"{server.url}/m", QUICK), cache, pinned=pinned)
-
-
-def load(tier: Tier, names: tuple[str, ...] = (SHARD, "model-00002-of-00002.safetensors")) -> dict[str, bytes]:
-    """Load all pieces into memory that stays until `close`."""
-    found = {}
-    for file in tier.files():
-        if file.name in names:
-            data = bytearray(file.size)
-            for at in range(0, file.size, STEP):
-                tier.read(file, at, memoryview(data)[at : at + STEP])
-            found[file.name] = bytes(data)
-    return found
-
-
-def settle(tier: Tier) -> None:
-    tier.finish()
-    assert tier.get_settled_event().wait(60)
-    tier.close()
 
 
 def test_loaded_model_is_cached_completely(server: TierServer, cache: SsdCache) -> None:

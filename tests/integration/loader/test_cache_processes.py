@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.loader.checksums import write_sums
 from tests.integration.loader.conftest import Client, LoaderProcess
-from tests.integration.loader.test_cache import write_sums
-from tests.integration.loader.test_service import status_where
+from tests.integration.loader.statuses import status_where
 from tests.integration.loader.tiers_server import TierServer
 from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shared.errors import CheckpointInvalid
 from tests.integration.loader.conftest import Client, LoaderProcess
-from tests.integration.loader.test_service import status_where
+from tests.integration.loader.conversion import convert
+from tests.integration.loader.statuses import status_where
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same
 from weights.load import measure
-
-
-def convert(source: Path, destination: Path, *arguments: str) -> None:
-    command = (sys.executable, "-m", "weights.convert", str(source), str(destination), *arguments)
-    subprocess.run(command, check=True, capture_output=True)
 
 
 async def test_a_converted_model_is_served_like_any_other(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ They survive the loader's death.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,7 @@ from shared.contracts.loader import CachedModel, LoaderStatus, PretouchStatus, R
 from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
 from tests.integration.loader.conftest import Client, LoaderProcess
-from tests.integration.loader.test_service import status_where
-from tests.support.servers import NatsServer
+from tests.integration.loader.statuses import status_where
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same
 
@@ -24,14 +22,9 @@ MB = 1_000_000
 
 
 @pytest.fixture
-def loader(nats_server: NatsServer, tmp_path: Path) -> Iterator[LoaderProcess]:
-    """Start a loader with a budget of 100 MB for unused weights."""
-    process = LoaderProcess(nats_server.url, tmp_path / "home", f"n-{tmp_path.name.replace('_', '-').lower()}"[:60].rstrip("-"))
-    process.environment["THAW_DRAM_BYTES"] = str(100 * MB)
-    process.home.mkdir()
-    process.start()
-    yield process
-    process.close()
+def loader_environment() -> dict[str, str]:
+    """Give the loader a budget of 100 MB for unused weights."""
+    return {"THAW_DRAM_BYTES": str(100 * MB)}
 
 
 async def load_and_release(

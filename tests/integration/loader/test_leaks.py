@@ -13,8 +13,9 @@ import pytest
 from shared.contracts.models import ModelCard
 from shared.errors import CheckpointInvalid, InsufficientMemory, ThawError
 from tests.integration.loader.conftest import Client, LoaderProcess
-from tests.integration.loader.test_local_readers import path_of
-from tests.integration.loader.test_service import GIB, client_card_of_sparse, status_where
+from tests.integration.loader.local_socket import path_of
+from tests.integration.loader.sparse_models import GIB, client_card_of_sparse
+from tests.integration.loader.statuses import status_where
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
 from weights.client import attach
 

@@ -9,30 +9,16 @@ import socket
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from shared.contracts.loader_socket import loader_socket
 from shared.errors import CheckpointInvalid, InvalidModel, NotFound, Unreachable
 from shared.unix_sockets import short_address
 from tests.integration.loader.conftest import Client, LoaderProcess
-from tests.integration.loader.test_service import GIB, client_card_of_sparse, status_where
+from tests.integration.loader.local_socket import assert_arrived, path_of
+from tests.integration.loader.sparse_models import GIB, client_card_of_sparse
+from tests.integration.loader.statuses import status_where
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
-from weights.client import Weights, attach
-
-
-def path_of(loader: LoaderProcess) -> Path:
-    return loader_socket(loader.home / "nodes" / loader.node)
-
-
-def assert_arrived(weights: Weights, expected: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]) -> None:
-    found = {}
-    for tensor, data in weights.tensors():
-        found[tensor.name] = np.frombuffer(bytes(data), expected[tensor.name].dtype).reshape(tensor.shape)
-        data.release()
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.array_equal(found[name], value)
+from weights.client import attach
 
 
 async def test_weights_by_source_and_by_id(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:

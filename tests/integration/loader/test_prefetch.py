@@ -22,8 +22,8 @@ from shared.contracts.loader import (
 from shared.contracts.models import ModelCard
 from shared.errors import CheckpointInvalid, StaleToken
 from tests.integration.loader.conftest import Client, LoaderProcess
-from tests.integration.loader.test_dram import loader
-from tests.integration.loader.test_service import client_card_of_sparse, status_where
+from tests.integration.loader.sparse_models import client_card_of_sparse
+from tests.integration.loader.statuses import status_where
 from tests.integration.loader.tiers_server import Faults, TierServer
 from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
@@ -31,7 +31,12 @@ from tests.unit.loader.segments import assert_same
 
 GIB = 1 << 30
 MB = 1_000_000
-__all__ = ["loader"]
+
+
+@pytest.fixture
+def loader_environment() -> dict[str, str]:
+    """Give the loader a budget of 100 MB for unused weights."""
+    return {"THAW_DRAM_BYTES": str(100 * MB)}
 
 
 async def prefetch(client: Client, card: ModelCard, token: int = 2 << 32, tier: Literal["ssd", "dram"] = "dram") -> None:

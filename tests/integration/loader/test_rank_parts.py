@@ -17,7 +17,7 @@ from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.stages import DevicePart, RankOf
 from shared.errors import CheckpointInvalid
 from tests.integration.loader.conftest import Client, LoaderProcess
-from tests.integration.loader.test_local_readers import path_of
+from tests.integration.loader.local_socket import path_of
 from thaw.demo.models import SIZES, make_demo_model
 from weights.convert.job import convert
 from weights.rank_views import Taken, rank_tensors

@@ -16,10 +16,10 @@ import pytest
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.phases import Phase
 from shared.errors import CheckpointInvalid, StaleToken
+from tests.integration.loader.checksums import write_sums
 from tests.integration.loader.conftest import Client, LoaderProcess
-from tests.integration.loader.test_cache import write_sums
-from tests.integration.loader.test_local_readers import assert_arrived, path_of
-from tests.integration.loader.test_service import status_where
+from tests.integration.loader.local_socket import assert_arrived, path_of
+from tests.integration.loader.statuses import status_where
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same

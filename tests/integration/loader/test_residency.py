@@ -27,7 +27,7 @@ from shared.contracts.phases import Phase
 from shared.errors import StaleToken
 from shared.messaging import Mesh
 from tests.integration.loader.conftest import Client
-from tests.integration.loader.test_converted import convert
+from tests.integration.loader.conversion import convert
 from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from weights.store.units import PAGE_BYTES

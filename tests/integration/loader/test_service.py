@@ -7,15 +7,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shared.contracts import subjects
-from shared.contracts.loader import AttachWeights, LoaderStatus, WeightsAttached
-from shared.contracts.models import ModelCard
+from shared.contracts.loader import AttachWeights, WeightsAttached
 from shared.contracts.phases import Phase
 from shared.contracts.stages import split_layers
 from shared.errors import (
@@ -28,31 +26,10 @@ from shared.errors import (
     UnsupportedArchitecture,
 )
 from tests.integration.loader.conftest import Client, LoaderProcess
+from tests.integration.loader.sparse_models import GIB, client_card_of_sparse
+from tests.integration.loader.statuses import status_where
 from tests.unit.loader.checkpoints import CONFIG, tensors, write_checkpoint, write_sparse_checkpoint
 from tests.unit.loader.segments import assert_same
-
-GIB = 1 << 30
-
-
-async def status_where(client: Client, node: str, wanted: Callable[[LoaderStatus], bool]) -> LoaderStatus:
-    """Wait for the first received status that is `wanted`."""
-    found: asyncio.Future[LoaderStatus] = asyncio.get_running_loop().create_future()
-    latest: LoaderStatus | None = None
-
-    async def hear(status: LoaderStatus) -> None:
-        nonlocal latest
-        latest = status
-        if wanted(status) and not found.done():
-            found.set_result(status)
-
-    responder = client.mesh.listen(subjects.loader_status(node), LoaderStatus, hear)
-    await responder.start()
-    try:
-        return await asyncio.wait_for(found, 60)
-    except TimeoutError:
-        raise AssertionError(f"no such status; the latest: {latest.model_dump_json(indent=1) if latest else 'none'}") from None
-    finally:
-        await responder.stop()
 
 
 async def test_weights_are_loaded_shared_and_freed(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
@@ -146,18 +123,6 @@ async def test_too_large_for_shared_memory(loader: LoaderProcess, client: Client
     with pytest.raises(InsufficientMemory, match="/dev/shm"):
         await client.attach("i1", spec_card)
     assert loader.memory() == 0
-
-
-async def client_card_of_sparse(client: Client, directory: Path) -> ModelCard:
-    """Build a card with weights of a served dtype: inspecting refuses these bytes."""
-    write_checkpoint(directory.parent / "small")
-    card = await client.card(directory.parent / "small")
-    from weights.formats.checkpoint import open_checkpoint
-    from weights.formats.segment import lay_out
-
-    total = lay_out(open_checkpoint(directory), "x").total_bytes
-    info = card.info.model_copy(update={"source": str(directory), "weights_bytes": total, "revision": "sparse"})
-    return card.model_copy(update={"info": info})
 
 
 async def test_the_last_release_calls_a_load_off(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:

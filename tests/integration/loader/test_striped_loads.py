@@ -21,7 +21,7 @@ from shared.contracts.loader import CachedModel, LoaderStatus
 from shared.contracts.segment import ByteRange
 from shared.contracts.stages import LayerRange
 from shared.errors import CheckpointInvalid, Unavailable
-from tests.integration.loader.test_cache import write_sums
+from tests.integration.loader.checksums import write_sums
 from tests.integration.loader.tiers_server import TierServer
 from tests.support.launcher import until
 from tests.support.sources import sources_at

@@ -17,9 +17,10 @@ import pytest
 from services.loader.adapters.peer_server import PeerServer
 from shared.contracts.loader import CachedModel, LoaderStatus
 from shared.errors import CheckpointInvalid
+from tests.integration.loader.cached_loads import load, settle
+from tests.integration.loader.checksums import write_sums
 from tests.integration.loader.conftest import Client, LoaderProcess
-from tests.integration.loader.test_cache import load, settle, write_sums
-from tests.integration.loader.test_service import status_where
+from tests.integration.loader.statuses import status_where
 from tests.integration.loader.tiers_server import TierServer
 from tests.support.servers import NatsServer
 from tests.support.sources import sources_at

@@ -11,7 +11,7 @@ from services.scheduler.domain.prewarm import prefetch as prefetching
 from shared.contracts.loader import LoaderStatus
 from shared.contracts.models import ModelSpec
 from tests.integration.loader.conftest import Client, LoaderProcess
-from tests.integration.loader.test_service import status_where
+from tests.integration.loader.statuses import status_where
 from tests.integration.loader.tiers_server import Faults, TierServer
 from tests.integration.scheduler.conftest import Site, spec
 from tests.integration.scheduler.test_flow import ready

@@ -11,7 +11,7 @@ from shared.contracts.base import Done
 from shared.contracts.models import ModelSpec
 from shared.errors import CheckpointInvalid, Conflict, InvalidRequest, PullCancelled, StoreFull
 from tests.integration.loader.conftest import Client, LoaderProcess
-from tests.integration.loader.test_service import status_where
+from tests.integration.loader.statuses import status_where
 from tests.integration.loader.tiers_server import Faults, TierServer
 from tests.integration.scheduler.conftest import Site, process
 from tests.integration.scheduler.test_flow import ready

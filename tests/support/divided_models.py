@@ -90,7 +90,7 @@ def serving(w: World) -> list[Running]:
     w.demand("m", 0, in_flight=1)
     first = next(r for r in w.of("m") if r.group is not None and r.group.index == 0)
     first.active = 1
-    w.hear()
+    w.report()
     return [r for r in w.of("m") if r.group is not None]
 
 
@@ -114,5 +114,5 @@ def begin_successor(w: World) -> Running:
 
 def fail(w: World, one: Running) -> None:
     one.state, one.error = InstanceState.FAILED, EngineFailed("it ended").body()
-    w.hear()
+    w.report()
     w.finish_stops()

@@ -38,7 +38,7 @@ async def test_new_leader_makes_the_promise_of_a_group_again(migrated_url: str) 
     assert before
     await change_leader(w, migrated_url)
     assert promised(w) == before
-    w.hear()
+    w.report()
     w.tick()
     assert promised(w) == before
 
@@ -50,7 +50,7 @@ async def test_new_leader_makes_the_promises_of_all_groups_of_a_burst_again(migr
     assert len(before) == 2
     await change_leader(w, migrated_url)
     assert promised(w) == before, "while they start"
-    w.hear()
+    w.report()
     serving(w)
     before = promised(w)
     await change_leader(w, migrated_url)
@@ -77,6 +77,6 @@ async def test_successor_that_fails_after_a_change_of_leaders_returns_the_promis
     await change_leader(w, migrated_url)
     assert not promised(w), "the successor has its memory"
     one.state, one.error = InstanceState.FAILED, EngineFailed("it ended").body()
-    w.hear()
+    w.report()
     w.finish_stops()
     assert promised(w) == before

@@ -105,7 +105,7 @@ class Letter:
     def answered(self, event: Event) -> None:
         """Return the reply to migrators that still work on the migration."""
         if self.turn == self.migrator.turn:
-            self.migrator.hear(event)
+            self.migrator.receive(event)
 
 
 @dataclass
@@ -137,9 +137,9 @@ class Migrator:
         if self.work is not None:
             record, _ = world.bucket.get(self.migration_id, (None, 0))
             if record is None or record.state == "cancelled":
-                self.hear(Lost(over=True))
+                self.receive(Lost(over=True))
             elif record.owner != self.name and not record.over:
-                self.hear(Lost())
+                self.receive(Lost())
         if self.work is None and (free := find_claimable(self.leases, world.now)) is not None:
             claimed = free.model_copy(update={"owner": self.name, "beats": free.beats + 1})
             self.migration_id, self.turn = free.migration_id, self.turn + 1
@@ -148,7 +148,7 @@ class Migrator:
             self.work, effects = begin(claimed, self.name, known[0], world.options, world.now, *known[1:])
             self.carry_out(effects)
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         if self.alive and self.work is not None:
             self.work, effects = decide(self.work, event, self.world.now)
             self.carry_out(effects)
@@ -321,7 +321,7 @@ class World:
             self.deliver(due)
         for migrator in self.migrators:
             migrator.look()
-            migrator.hear(Tick())
+            migrator.receive(Tick())
 
     def settle(self, steps: int = 2000) -> None:
         """Advance until no event is left."""

@@ -24,7 +24,7 @@ def loading(*, accepts_requests: bool = False) -> EngineReport:
 def attaching(world: World) -> list[bool]:
     """Bring an instance to its load, and return the urgency of its statuses."""
     steps = (e.StartCommand(shared(), 1), e.EngineForked("i", 7, 1), e.EngineReported(loading()))
-    return [is_urgent for step in steps for is_urgent in urgent(world.hear(step))]
+    return [is_urgent for step in steps for is_urgent in urgent(world.receive(step))]
 
 
 def test_steps_of_an_attach_may_wait() -> None:
@@ -35,25 +35,25 @@ def test_steps_of_an_attach_may_wait() -> None:
 def test_change_that_requests_wait_for_is_published_at_once(event: e.EngineReported) -> None:
     world = World()
     attaching(world)
-    assert Publish(is_awaited=True) in world.hear(event)
+    assert Publish(is_awaited=True) in world.receive(event)
 
 
 def test_failed_attach_is_published_soon() -> None:
     world = World()
     attaching(world)
-    assert True in urgent(world.hear(e.EngineExited("i", 7, 1, ERROR)))
+    assert True in urgent(world.receive(e.EngineExited("i", 7, 1, ERROR)))
 
 
 def test_steps_of_a_fork_are_published_soon() -> None:
     world = World()
-    effects = (*world.hear(e.StartCommand(start(), 1)), *world.hear(e.EngineForked("i", 7, 1)))
+    effects = (*world.receive(e.StartCommand(start(), 1)), *world.receive(e.EngineForked("i", 7, 1)))
     assert urgent(effects) == [True, True]
 
 
 def test_memory_of_an_executor_is_measured_after_the_first_requests() -> None:
     world = World()
     attaching(world)
-    (measure,) = [m for m in world.hear(e.EngineReported(report())) if isinstance(m, e.Measure)]
+    (measure,) = [m for m in world.receive(e.EngineReported(report())) if isinstance(m, e.Measure)]
     assert measure.after_s > 0
 
 

@@ -32,21 +32,21 @@ def shared(instance_id: str = "i", *, grant: tuple[str, ...] = ALL[1:], name: st
 
 
 def begin(w: World, command: StartInstance) -> tuple[str, tuple[e.Effect, ...]]:
-    effects = w.hear(e.StartCommand(command, 1))
+    effects = w.receive(e.StartCommand(command, 1))
     return w[command.instance_id].command.device_ids[0], effects
 
 
 def finish(w: World, command: StartInstance, after: float = 1.0, pid: int = 7) -> None:
-    w.hear(e.EngineForked(command.instance_id, pid, 1))
-    w.hear(e.EngineReported(report(command.instance_id, "ready", pid)), after=after)
+    w.receive(e.EngineForked(command.instance_id, pid, 1))
+    w.receive(e.EngineReported(report(command.instance_id, "ready", pid)), after=after)
 
 
 def busy(w: World, instance_id: str, active: int = 1, pid: int = 7) -> None:
-    w.hear(e.EngineReported(report(instance_id, "ready", pid).model_copy(update={"load": EngineLoad(active=active)})))
+    w.receive(e.EngineReported(report(instance_id, "ready", pid).model_copy(update={"load": EngineLoad(active=active)})))
 
 
 def report_traffic(w: World, **traffic: object) -> None:
-    w.hear(e.LoaderReported({}, traffic=Traffic(**traffic)))  # type: ignore[arg-type]
+    w.receive(e.LoaderReported({}, traffic=Traffic(**traffic)))  # type: ignore[arg-type]
 
 
 # -- Algorithm 1
@@ -145,10 +145,10 @@ def test_start_that_waits_for_bytes_is_prepared_once_it_is_granted() -> None:
     _, effects = begin(w, waiting)
     assert w["second"].process is Process.QUEUED
     assert not [x for x in effects if isinstance(x, e.Prepare | e.Fork)], "its weights would take the first one's pages"
-    w.hear(e.StopCommand(stop("first"), 2))
-    w.hear(e.EngineExited("first", 7, 0, ERROR))
-    w.hear(e.WeightsReleased("first", 0))
-    effects = w.hear(e.MemoryFreed("first", 0))
+    w.receive(e.StopCommand(stop("first"), 2))
+    w.receive(e.EngineExited("first", 7, 0, ERROR))
+    w.receive(e.WeightsReleased("first", 0))
+    effects = w.receive(e.MemoryFreed("first", 0))
     assert [x for x in effects if isinstance(x, e.Prepare | e.Fork)] == [e.Prepare("second"), e.Fork("second")]
 
 
@@ -164,15 +164,15 @@ def test_dedicated_instances_stay_on_the_planned_device() -> None:
 def test_only_granted_devices_with_room_are_considered() -> None:
     w = World(*ALL)
     begin(w, shared("first", name="m0", grant=()))
-    w.hear(e.StartCommand(start("large", reserve=90, devices=("cpu:1",)), 1))
+    w.receive(e.StartCommand(start("large", reserve=90, devices=("cpu:1",)), 1))
     assert begin(w, shared("second", name="m1", grant=("cpu:1",)))[0] == "cpu:0", "cpu:1 has no room, cpu:2 is not granted"
 
 
 def test_a_start_is_refused_if_no_granted_device_has_room() -> None:
     w = World(*ALL)
     for device in ALL:
-        w.hear(e.StartCommand(start(device, reserve=90, devices=(device,)), 1))
-    effects = w.hear(e.StartCommand(shared("i"), 5))
+        w.receive(e.StartCommand(start(device, reserve=90, devices=(device,)), 1))
+    effects = w.receive(e.StartCommand(shared("i"), 5))
     [answer] = [x for x in effects if isinstance(x, e.Reply)]
     assert answer.error is not None
     assert answer.error.should_retry
@@ -199,11 +199,11 @@ def test_the_next_agent_adopts_a_start_with_its_binding() -> None:
     assert next(x for x in effects if isinstance(x, e.Persist | e.Fork)) == e.Persist("i"), "recorded before it is attached"
     record = type(old["i"]).model_validate_json(old["i"].model_dump_json())
     new = World(*ALL)
-    new.hear(e.Adopted(record, False, ERROR))
+    new.receive(e.Adopted(record, False, ERROR))
     assert new["i"].command.device_ids == (device_id,)
     assert new["i"].state is InstanceState.FAILED
-    new.hear(e.MemoryFreed("i", 0))
-    new.hear(e.WeightsReleased("i", 0))
+    new.receive(e.MemoryFreed("i", 0))
+    new.receive(e.WeightsReleased("i", 0))
     assert new.state.ledger.bookings == {}
 
 
@@ -211,10 +211,10 @@ def test_an_executor_that_dies_before_the_attach_frees_the_bound_device() -> Non
     w = World(*ALL)
     begin(w, shared("other", name="m0", grant=()))
     device_id, _ = begin(w, shared("i", name="m1"))
-    w.hear(e.ForkFailed("i", ERROR))
+    w.receive(e.ForkFailed("i", ERROR))
     assert w["i"].process is Process.GONE
-    w.hear(e.MemoryFreed("i", 0))
-    w.hear(e.WeightsReleased("i", 0))
+    w.receive(e.MemoryFreed("i", 0))
+    w.receive(e.WeightsReleased("i", 0))
     assert "i" not in w.state.ledger.bookings
     assert count_running(w.state, device_id) == 0
 
@@ -241,7 +241,7 @@ def test_weights_on_a_free_device_and_on_a_busy_one() -> None:
     assert begin(w, shared("second", name="m1"))[0] == "cpu:2"
     assert w["second"].binding is not None
     assert w["second"].binding.rule == "resident"
-    w.hear(e.StopCommand(stop("second"), 2))
+    w.receive(e.StopCommand(stop("second"), 2))
 
     w = World(*ALL)
     holder = shared("holder", name="m1", grant=())
@@ -287,9 +287,9 @@ def test_slowdown_beside_loads_is_measured_by_attaches_only() -> None:
         command = shared(f"i{turn}", name="m")
         begin(w, command)
         finish(w, command, after=seconds, pid=7)
-        w.hear(e.EngineExited(f"i{turn}", 7, 0, ERROR))
-        w.hear(e.MemoryFreed(f"i{turn}", 0))
-        w.hear(e.WeightsReleased(f"i{turn}", 0))
+        w.receive(e.EngineExited(f"i{turn}", 7, 0, ERROR))
+        w.receive(e.MemoryFreed(f"i{turn}", 0))
+        w.receive(e.WeightsReleased(f"i{turn}", 0))
 
     attach(9.0, beside=False)
     assert w.state.start_times == {}, "that start paid for its executor"

@@ -48,9 +48,9 @@ class NodeMachine(RuleBasedStateMachine):
         self.frozen: set[str] = set()
         self.token = EPOCH
 
-    def hear(self, event: e.Event, after: float = 0.0) -> None:
+    def receive(self, event: e.Event, after: float = 0.0) -> None:
         before = self.world.state
-        for effect in self.world.hear(event, after):
+        for effect in self.world.receive(event, after):
             match effect:
                 case e.Fork():
                     assert effect.instance_id not in self.alive
@@ -105,31 +105,31 @@ class NodeMachine(RuleBasedStateMachine):
     def start(self, instance_id: str, devices: tuple[str, ...], reserve: int, newer: int, wait_ms: int) -> None:
         self.token += max(0, newer)
         command = start(instance_id, token=self.token + min(0, newer), reserve=reserve, devices=devices)
-        self.hear(e.StartCommand(command.model_copy(update={"wait_ms": wait_ms, "park": wait_ms > 0}), self.ask()))
+        self.receive(e.StartCommand(command.model_copy(update={"wait_ms": wait_ms, "park": wait_ms > 0}), self.ask()))
 
     @rule(instance_id=IDS, only_if_idle=st.booleans(), drain=st.sampled_from([0, 1000, 60_000]))
     def stop(self, instance_id: str, only_if_idle: bool, drain: int) -> None:
         command = stop(instance_id, token=self.token, only_if_idle=only_if_idle, drain_timeout_ms=drain)
-        self.hear(e.StopCommand(command, self.ask()))
+        self.receive(e.StopCommand(command, self.ask()))
 
     @rule(instance_id=IDS, only_if_idle=st.booleans(), drain=st.sampled_from([0, 1000, 60_000]))
     def suspend(self, instance_id: str, only_if_idle: bool, drain: int) -> None:
         command = suspend(instance_id, token=self.token, only_if_idle=only_if_idle, drain_timeout_ms=drain)
-        self.hear(e.SuspendCommand(command, self.ask()))
+        self.receive(e.SuspendCommand(command, self.ask()))
 
     @rule(instance_id=IDS, wait_ms=st.sampled_from([0, 20_000]), priority=st.integers(0, 1))
     def resume(self, instance_id: str, wait_ms: int, priority: int) -> None:
         command = resume(instance_id, token=self.token, wait_ms=wait_ms, priority=priority)
-        self.hear(e.ResumeCommand(command, self.ask()))
+        self.receive(e.ResumeCommand(command, self.ask()))
 
     @rule(instance_id=IDS, snapshot=st.integers(0, 130), possible=st.booleans())
     def assessed(self, instance_id: str, snapshot: int, possible: bool) -> None:
         outlook = POSSIBLE.model_copy(update={"snapshot_bytes": snapshot, "resume_s": 0.0, "way": "cpu" if possible else None})
-        self.hear(e.Assessed(instance_id, outlook, 1))
+        self.receive(e.Assessed(instance_id, outlook, 1))
 
     @rule(instance_id=IDS, only_if_idle=st.booleans(), error=st.sampled_from([None, None, InstanceBusy().body(), ERROR]))
     def hold_answered(self, instance_id: str, only_if_idle: bool, error: None) -> None:
-        self.hear(e.PauseAnswered(instance_id, only_if_idle, error))
+        self.receive(e.PauseAnswered(instance_id, only_if_idle, error))
 
     @precondition(lambda self: bool(self.suspending))
     @rule(data=st.data(), left=st.integers(0, 30), snapshot=st.integers(0, 130), works=st.booleans())
@@ -137,13 +137,13 @@ class NodeMachine(RuleBasedStateMachine):
         instance_id = data.draw(st.sampled_from(sorted(self.suspending)))
         self.suspending.discard(instance_id)
         if not works:
-            self.hear(e.SuspendFailed(instance_id, ERROR))
+            self.receive(e.SuspendFailed(instance_id, ERROR))
             return
         if instance_id in self.alive:
             self.frozen.add(instance_id)
         booked = self.world.state.ledger.bookings.get(instance_id)
         left = min(left, booked.bytes_each) if booked is not None else left
-        self.hear(e.Suspended(instance_id, 1, left, left + 1, snapshot))
+        self.receive(e.Suspended(instance_id, 1, left, left + 1, snapshot))
 
     @precondition(lambda self: bool(self.resuming))
     @rule(data=st.data(), works=st.booleans())
@@ -151,7 +151,7 @@ class NodeMachine(RuleBasedStateMachine):
         instance_id = data.draw(st.sampled_from(sorted(self.resuming)))
         self.resuming.discard(instance_id)
         self.frozen.discard(instance_id)
-        self.hear(e.Resumed(instance_id, 1) if works else e.ResumeFailed(instance_id, ERROR))
+        self.receive(e.Resumed(instance_id, 1) if works else e.ResumeFailed(instance_id, ERROR))
 
     @precondition(lambda self: bool(self.forking))
     @rule(data=st.data(), fails=st.booleans())
@@ -159,19 +159,19 @@ class NodeMachine(RuleBasedStateMachine):
         instance_id = data.draw(st.sampled_from(sorted(self.forking)))
         self.forking.discard(instance_id)
         if fails:
-            self.hear(e.ForkFailed(instance_id, ERROR))
+            self.receive(e.ForkFailed(instance_id, ERROR))
         else:
             self.alive[instance_id] = next(self.pids)
-            self.hear(e.EngineForked(instance_id, self.alive[instance_id], 1))
+            self.receive(e.EngineForked(instance_id, self.alive[instance_id], 1))
 
     @rule(instance_id=IDS, state=st.sampled_from(["loading", "ready", "draining", "stopped", "failed"]), progress=st.floats(0, 1))
     def reported(self, instance_id: str, state: str, progress: float) -> None:
         pid = self.alive.get(instance_id, 1)
-        self.hear(e.EngineReported(report(instance_id, state, pid, progress)))  # type: ignore[arg-type]  # drawn from its literals
+        self.receive(e.EngineReported(report(instance_id, state, pid, progress)))  # type: ignore[arg-type]  # drawn from its literals
 
     @rule(instance_id=IDS, only_if_idle=st.booleans(), error=st.sampled_from([None, ERROR, InstanceBusy().body()]))
     def drain_answered(self, instance_id: str, only_if_idle: bool, error: None) -> None:
-        self.hear(e.DrainAnswered(instance_id, only_if_idle, error))
+        self.receive(e.DrainAnswered(instance_id, only_if_idle, error))
 
     @precondition(lambda self: bool(self.alive))
     @rule(data=st.data(), returncode=st.sampled_from([0, 1, -9, None]))
@@ -183,13 +183,13 @@ class NodeMachine(RuleBasedStateMachine):
         self.frozen.discard(instance_id)
         self.suspending.discard(instance_id)
         self.resuming.discard(instance_id)
-        self.hear(e.EngineExited(instance_id, self.alive.pop(instance_id), returncode, ERROR))
+        self.receive(e.EngineExited(instance_id, self.alive.pop(instance_id), returncode, ERROR))
         self.killed.discard(instance_id)
 
     @rule(instance_id=IDS)
     def memory_proved(self, instance_id: str) -> None:
         if instance_id not in self.alive and instance_id not in self.forking:
-            self.hear(e.MemoryFreed(instance_id, 1))
+            self.receive(e.MemoryFreed(instance_id, 1))
 
     @rule(instance_id=IDS, works=st.booleans())
     def released(self, instance_id: str, works: bool) -> None:
@@ -198,23 +198,23 @@ class NodeMachine(RuleBasedStateMachine):
             return
         if works:
             self.held.discard(instance_id)
-            self.hear(e.WeightsReleased(instance_id, 1))
+            self.receive(e.WeightsReleased(instance_id, 1))
         else:
-            self.hear(e.ReleaseFailed(instance_id, ERROR))
+            self.receive(e.ReleaseFailed(instance_id, ERROR))
 
     @rule(loaded=st.dictionaries(IDS, st.integers(0, 100)))
     def loader_reported(self, loaded: dict[str, int]) -> None:
-        self.hear(e.LoaderReported(loaded))
+        self.receive(e.LoaderReported(loaded))
 
     @rule(seconds=st.sampled_from([0.1, 1, 6, 30, 101]))
     def time_passes(self, seconds: float) -> None:
-        self.hear(e.Tick(), seconds)
+        self.receive(e.Tick(), seconds)
         late = [t for t in deadlines(self.world.state) if t <= self.world.now]
         assert not late, "a deadline that is over and stays: the loop would spin"
 
     @rule()
     def shutdown(self) -> None:
-        self.hear(e.Shutdown(5.0))
+        self.receive(e.Shutdown(5.0))
 
     @rule()
     def agent_is_replaced(self) -> None:
@@ -239,7 +239,9 @@ class NodeMachine(RuleBasedStateMachine):
             if record.instance_id in self.forking:
                 self.forking.discard(record.instance_id)  # the launcher found no process for it
             pid = self.alive.get(record.instance_id)
-            self.hear(e.Adopted(record.model_copy(update={"pid": pid}), pid is not None, ERROR, record.instance_id in self.frozen))
+            self.receive(
+                e.Adopted(record.model_copy(update={"pid": pid}), pid is not None, ERROR, record.instance_id in self.frozen)
+            )
 
     @invariant()
     def never_over_budget(self) -> None:
@@ -274,26 +276,26 @@ class NodeMachine(RuleBasedStateMachine):
         Processes obey SIGKILL, and the loader replies.
         """
         for instance_id in list(self.world.state.instances):
-            self.hear(e.StopCommand(stop(instance_id, token=self.token, drain_timeout_ms=0), self.ask()))
+            self.receive(e.StopCommand(stop(instance_id, token=self.token, drain_timeout_ms=0), self.ask()))
         for _ in range(6):
             for instance_id in sorted(self.forking):
                 self.forking.discard(instance_id)
                 self.alive[instance_id] = next(self.pids)
-                self.hear(e.EngineForked(instance_id, self.alive[instance_id], 1))
-            self.hear(e.Tick(), 6)
+                self.receive(e.EngineForked(instance_id, self.alive[instance_id], 1))
+            self.receive(e.Tick(), 6)
             for instance_id in sorted(self.killed & set(self.alive)):
                 self.exit(instance_id, -9)
         assert not self.alive
         for instance in list(self.world.state.instances.values()):
             self.held.discard(instance.instance_id)
-            self.hear(e.WeightsReleased(instance.instance_id, 1))
-            self.hear(e.MemoryFreed(instance.instance_id, 1))
+            self.receive(e.WeightsReleased(instance.instance_id, 1))
+            self.receive(e.MemoryFreed(instance.instance_id, 1))
         assert all(i.state in ENDED for i in self.world.state.instances.values())
         assert self.world.state.ledger.bookings == {}
         for instance_id in {i for i, _ in self.world.state.idle_waiters.items()}:
-            self.hear(e.DrainAnswered(instance_id, True, ERROR))
+            self.receive(e.DrainAnswered(instance_id, True, ERROR))
         for instance_id in {i for i, _ in self.world.state.pause_waiters.items()}:
-            self.hear(e.PauseAnswered(instance_id, True, ERROR))
+            self.receive(e.PauseAnswered(instance_id, True, ERROR))
         assert self.answered >= self.asked, "a command was never answered"
 
 

@@ -19,7 +19,7 @@ MOVABLE = POSSIBLE.model_copy(update={"way": "cuda", "moves_to": ("cuda:1",)})
 
 def suspended(w: World, left: int = 0) -> None:
     w.ready(devices=("cuda:0",))
-    w.hear(e.Assessed("i", MOVABLE, 60))
+    w.receive(e.Assessed("i", MOVABLE, 60))
     w.suspended_again("i", left)
 
 
@@ -43,13 +43,13 @@ def booked(w: World) -> list[int]:
 
 def test_the_memory_of_the_new_device_is_booked_and_the_old_one_is_free(w: World) -> None:
     suspended(w)
-    effects = w.hear(e.ResumeCommand(resume("cuda:1"), 3))
+    effects = w.receive(e.ResumeCommand(resume("cuda:1"), 3))
     assert error_of(effects) is None
     assert e.Resume("i", "cuda") in effects
     assert booked(w) == [0, 60, 0]
     assert w["i"].command.device_ids == ("cuda:1",)
     assert w["i"].suspend_state.moved_from == ("cuda:0",), "the record says which devices the snapshot is of"
-    w.hear(e.Resumed("i", 60), 0.2)
+    w.receive(e.Resumed("i", 60), 0.2)
     assert w["i"].state is InstanceState.READY
     assert not w["i"].suspend_state.moved_from
 
@@ -58,7 +58,7 @@ def test_a_resume_without_other_devices_is_as_before(w: World) -> None:
     for devices in ((), ("cuda:0",)):
         w = World(*GPUS, snapshots=1000)
         suspended(w)
-        assert error_of(w.hear(e.ResumeCommand(resume(*devices), 3))) is None
+        assert error_of(w.receive(e.ResumeCommand(resume(*devices), 3))) is None
         assert w["i"].command.device_ids == ("cuda:0",)
         assert w["i"].suspend_state.moved_from == ()
 
@@ -66,7 +66,7 @@ def test_a_resume_without_other_devices_is_as_before(w: World) -> None:
 @pytest.mark.parametrize("devices", [("cuda:2",), ("cuda:1", "cuda:2"), ("cpu:0",)], ids=["other kind", "two", "no GPU"])
 def test_a_device_that_the_snapshot_cannot_go_to_is_refused(w: World, devices: tuple[str, ...]) -> None:
     suspended(w)
-    refused = error_of(w.hear(e.ResumeCommand(resume(*devices), 3)))
+    refused = error_of(w.receive(e.ResumeCommand(resume(*devices), 3)))
     assert refused is not None
     assert (refused.code, "only onto cuda:0, cuda:1" in refused.message) == (RestoreFailed.code, True)
     assert w["i"].state is SUSPENDED
@@ -76,7 +76,7 @@ def test_a_device_that_the_snapshot_cannot_go_to_is_refused(w: World, devices: t
 def test_memory_that_is_left_on_the_old_device_forbids_a_move(w: World) -> None:
     suspended(w, left=10)
     assert suspension(w.state, w["i"]).moves_to == ()
-    refused = error_of(w.hear(e.ResumeCommand(resume("cuda:1"), 3)))
+    refused = error_of(w.receive(e.ResumeCommand(resume("cuda:1"), 3)))
     assert refused is not None
     assert refused.code == RestoreFailed.code
     assert booked(w) == [10, 0, 0]
@@ -90,16 +90,16 @@ def test_the_status_names_the_devices(w: World) -> None:
 def test_a_full_new_device_refuses_or_lets_the_move_wait(w: World) -> None:
     suspended(w)
     w.ready("j", pid=8, reserve=80, devices=("cuda:1",))
-    refused = error_of(w.hear(e.ResumeCommand(resume("cuda:1"), 3)))
+    refused = error_of(w.receive(e.ResumeCommand(resume("cuda:1"), 3)))
     assert refused is not None
     assert refused.code == InsufficientMemory.code
     assert w["i"].command.device_ids == ("cuda:0",)
-    assert error_of(w.hear(e.ResumeCommand(resume("cuda:1", wait_ms=5000), 4))) is None
+    assert error_of(w.receive(e.ResumeCommand(resume("cuda:1", wait_ms=5000), 4))) is None
     assert w["i"].command.device_ids == ("cuda:0",), "it has no memory there yet"
-    w.hear(e.StopCommand(stop("j"), 5))
-    w.hear(e.EngineExited("j", 8, 0, ERROR))
-    w.hear(e.WeightsReleased("j", 1))
-    effects = w.hear(e.MemoryFreed("j", 1))
+    w.receive(e.StopCommand(stop("j"), 5))
+    w.receive(e.EngineExited("j", 8, 0, ERROR))
+    w.receive(e.WeightsReleased("j", 1))
+    effects = w.receive(e.MemoryFreed("j", 1))
     assert e.Resume("i", "cuda") in effects
     assert (w["i"].command.device_ids, w["i"].suspend_state.moved_from) == (("cuda:1",), ("cuda:0",))
     assert booked(w) == [0, 60, 0]
@@ -107,9 +107,9 @@ def test_a_full_new_device_refuses_or_lets_the_move_wait(w: World) -> None:
 
 def test_a_move_that_the_driver_refuses_ends_in_a_load_on_the_new_device(w: World) -> None:
     suspended(w)
-    w.hear(e.ResumeCommand(resume("cuda:1"), 3))
-    w.hear(e.ResumeFailed("i", RestoreFailed("restore of pid 7 failed: CUDA_ERROR_NOT_SUPPORTED").body()))
-    effects = w.hear(e.EngineExited("i", 7, -9, EngineFailed("killed").body()))
+    w.receive(e.ResumeCommand(resume("cuda:1"), 3))
+    w.receive(e.ResumeFailed("i", RestoreFailed("restore of pid 7 failed: CUDA_ERROR_NOT_SUPPORTED").body()))
+    effects = w.receive(e.EngineExited("i", 7, -9, EngineFailed("killed").body()))
     assert e.Fork("i") in effects
     assert w["i"].process is Process.FORKING
     assert w["i"].command.device_ids == ("cuda:1",)
@@ -122,7 +122,7 @@ def test_a_move_that_the_driver_refuses_ends_in_a_load_on_the_new_device(w: Worl
 
 def test_an_instance_that_was_moved_can_be_started_on_its_old_device(w: World) -> None:
     suspended(w)
-    w.hear(e.ResumeCommand(resume("cuda:1"), 3))
-    w.hear(e.Resumed("i", 60))
-    assert error_of(w.hear(e.StartCommand(start("j", reserve=100, devices=("cuda:0",)), 9))) is None
+    w.receive(e.ResumeCommand(resume("cuda:1"), 3))
+    w.receive(e.Resumed("i", 60))
+    assert error_of(w.receive(e.StartCommand(start("j", reserve=100, devices=("cuda:0",)), 9))) is None
     assert booked(w) == [100, 60, 0]

@@ -106,14 +106,14 @@ def test_granted_reservations_fit_together(found: list[tuple[int, tuple[str, ...
 
 def queued(w: World, name: str, reserve: int, wait_ms: int = 10_000, priority: int = 0) -> None:
     command = start(name, reserve=reserve).model_copy(update={"wait_ms": wait_ms, "priority": priority})
-    w.hear(e.StartCommand(command, 50))
+    w.receive(e.StartCommand(command, 50))
 
 
 def leaves(w: World, name: str, pid: int) -> tuple[e.Effect, ...]:
-    w.hear(e.StopCommand(stop(name), 60))
-    w.hear(e.EngineExited(name, pid, 0, ERROR))
-    w.hear(e.WeightsReleased(name, 1))
-    return w.hear(e.MemoryFreed(name, 1))
+    w.receive(e.StopCommand(stop(name), 60))
+    w.receive(e.EngineExited(name, pid, 0, ERROR))
+    w.receive(e.WeightsReleased(name, 1))
+    return w.receive(e.MemoryFreed(name, 1))
 
 
 def test_queued_start_is_forked_when_memory_is_free() -> None:
@@ -141,13 +141,13 @@ def test_queued_reservation_fails_at_its_deadline() -> None:
     w = World()
     w.ready("a", pid=1, reserve=60)
     queued(w, "b", 60, wait_ms=1000)
-    w.hear(e.Tick(), 1.0)
+    w.receive(e.Tick(), 1.0)
     error = w["b"].error
     assert error is not None
     assert (error.code, error.param, error.should_retry) == ("insufficient_memory", RESERVATION, True)
     assert w.state.queue == ()
-    w.hear(e.WeightsReleased("b", 0))
-    w.hear(e.MemoryFreed("b", 0))
+    w.receive(e.WeightsReleased("b", 0))
+    w.receive(e.MemoryFreed("b", 0))
     assert w["b"].state is InstanceState.FAILED
 
 
@@ -155,9 +155,9 @@ def test_queued_start_is_cancelled_immediately() -> None:
     w = World()
     w.ready("a", pid=1, reserve=60)
     queued(w, "b", 60)
-    w.hear(e.StopCommand(stop("b"), 61))
-    w.hear(e.WeightsReleased("b", 0))
-    w.hear(e.MemoryFreed("b", 0))
+    w.receive(e.StopCommand(stop("b"), 61))
+    w.receive(e.WeightsReleased("b", 0))
+    w.receive(e.MemoryFreed("b", 0))
     assert w["b"].state is InstanceState.STOPPED
     assert w.state.queue == ()
 
@@ -167,9 +167,9 @@ def test_immediate_starts_overtake_a_queued_one_a_limited_number_of_times() -> N
     w.ready("a", pid=100, reserve=60)
     queued(w, "large", 90)
     for n in range(PASSES):
-        w.hear(e.StartCommand(start(f"s{n}", reserve=1), 70))
+        w.receive(e.StartCommand(start(f"s{n}", reserve=1), 70))
         assert f"s{n}" in w.state.instances
-    w.hear(e.StartCommand(start("more", reserve=1), 71))
+    w.receive(e.StartCommand(start("more", reserve=1), 71))
     assert "more" not in w.state.instances
 
 
@@ -185,12 +185,12 @@ def test_resume_whose_grant_timed_out_stays_suspended_with_an_error() -> None:
     w = World()
     w.suspended("a", pid=1, left=8, reserve=60)
     w.ready("b", pid=2, reserve=60)
-    w.hear(e.ResumeCommand(resume("a", wait_ms=1000), 70))
-    w.hear(e.Tick(), 1.0)
+    w.receive(e.ResumeCommand(resume("a", wait_ms=1000), 70))
+    w.receive(e.Tick(), 1.0)
     reported = instance_status(w.state, w["a"], 0, 0, (), 0.0)
     assert reported.state is InstanceState.SUSPENDED
     assert reported.error is not None
     assert (reported.error.param, reported.error.should_retry) == (RESERVATION, True)
     assert reported.token == w["a"].token, "of the command that it answers"
-    w.hear(e.ResumeCommand(resume("a", wait_ms=1000), 71))
+    w.receive(e.ResumeCommand(resume("a", wait_ms=1000), 71))
     assert instance_status(w.state, w["a"], 0, 0, (), 0.0).error is None

@@ -37,13 +37,13 @@ def code(effects: tuple[e.Effect, ...]) -> str | None:
 
 def test_a_resume_reserves_first_and_is_ready_when_proved(w: World) -> None:
     w.suspended()
-    assert code(w.hear(e.ResumeCommand(resume(), 3))) is None
+    assert code(w.receive(e.ResumeCommand(resume(), 3))) is None
     assert w["i"].state is RESUMING
     assert w.state.ledger.sum_reserved("cpu:0") == 60
     assert e.Resume("i", "cpu") in w.effects
-    w.hear(e.EngineReported(report(pid=7)))
+    w.receive(e.EngineReported(report(pid=7)))
     assert w["i"].state is RESUMING, "its own word does not count"
-    w.hear(e.Resumed("i", 60), 0.2)
+    w.receive(e.Resumed("i", 60), 0.2)
     assert w["i"].state is READY
     assert w["i"].suspend_state.resume_s == pytest.approx(0.2)
     assert w.state.snapshot_bytes == 0
@@ -51,55 +51,55 @@ def test_a_resume_reserves_first_and_is_ready_when_proved(w: World) -> None:
 
 def test_a_resume_without_room_is_refused(w: World) -> None:
     w.suspended()
-    w.hear(e.StartCommand(start("j", reserve=80), 9))
-    assert code(w.hear(e.ResumeCommand(resume(), 3))) == InsufficientMemory.code
+    w.receive(e.StartCommand(start("j", reserve=80), 9))
+    assert code(w.receive(e.ResumeCommand(resume(), 3))) == InsufficientMemory.code
     assert w["i"].state is SUSPENDED
 
 
 def test_a_resume_may_wait_for_room(w: World) -> None:
     w.suspended()
     w.ready("j", pid=8, reserve=80)
-    assert code(w.hear(e.ResumeCommand(resume(wait_ms=5000), 3))) is None
+    assert code(w.receive(e.ResumeCommand(resume(wait_ms=5000), 3))) is None
     assert w["i"].state is SUSPENDED
-    w.hear(e.StopCommand(stop("j"), 4))
-    w.hear(e.EngineExited("j", 8, 0, ERROR))
-    w.hear(e.WeightsReleased("j", 1))
-    effects = w.hear(e.MemoryFreed("j", 1))
+    w.receive(e.StopCommand(stop("j"), 4))
+    w.receive(e.EngineExited("j", 8, 0, ERROR))
+    w.receive(e.WeightsReleased("j", 1))
+    effects = w.receive(e.MemoryFreed("j", 1))
     assert e.Resume("i", "cpu") in effects
 
 
 def test_2_resume_of_an_unknown_or_stopping_instance_is_not_found(w: World) -> None:
-    assert code(w.hear(e.ResumeCommand(resume(), 3))) == NotFound.code
+    assert code(w.receive(e.ResumeCommand(resume(), 3))) == NotFound.code
     w.suspended()
-    w.hear(e.StopCommand(stop(), 4))
-    assert code(w.hear(e.ResumeCommand(resume(), 5))) == NotFound.code
+    w.receive(e.StopCommand(stop(), 4))
+    assert code(w.receive(e.ResumeCommand(resume(), 5))) == NotFound.code
 
 
 def test_3_concurrent_resumes_are_deduplicated(w: World) -> None:
     w.suspended()
-    w.hear(e.ResumeCommand(resume(), 3))
-    effects = w.hear(e.ResumeCommand(resume(), 4))
+    w.receive(e.ResumeCommand(resume(), 3))
+    effects = w.receive(e.ResumeCommand(resume(), 4))
     assert code(effects) is None
     assert not [x for x in effects if isinstance(x, e.Resume)]
 
 
 def test_4_resume_during_the_drain_cancels_the_suspension(w: World) -> None:
     w.ready()
-    w.hear(e.SuspendCommand(suspend(), 2))
-    effects = w.hear(e.ResumeCommand(resume(), 3))
+    w.receive(e.SuspendCommand(suspend(), 2))
+    effects = w.receive(e.ResumeCommand(resume(), 3))
     assert e.Resume("i", None) in effects
-    assert not w.hear(e.PauseAnswered("i", False)), "the answer is too late"
-    w.hear(e.Resumed("i", 60))
+    assert not w.receive(e.PauseAnswered("i", False)), "the answer is too late"
+    w.receive(e.Resumed("i", 60))
     assert w["i"].state is READY
     assert w["i"].suspend_state.resumes == 0
 
 
 def test_5_resume_during_the_freeze_follows_the_suspension(w: World) -> None:
     w.ready()
-    w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.PauseAnswered("i", False))
-    assert code(w.hear(e.ResumeCommand(resume(), 3))) is None
-    effects = w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+    w.receive(e.SuspendCommand(suspend(), 2))
+    w.receive(e.PauseAnswered("i", False))
+    assert code(w.receive(e.ResumeCommand(resume(), 3))) is None
+    effects = w.receive(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
     assert e.Resume("i", "cpu") in effects
     assert w["i"].state is RESUMING
 
@@ -110,12 +110,12 @@ def test_5_resume_without_room_after_the_freeze_reports_an_error(w: World) -> No
     The command was acknowledged already, so there is no other place.
     """
     w.ready()
-    w.hear(e.StartCommand(start("large", reserve=80).model_copy(update={"wait_ms": 60_000}), 9))
+    w.receive(e.StartCommand(start("large", reserve=80).model_copy(update={"wait_ms": 60_000}), 9))
     w.state = replace(w.state, queue=tuple(replace(q, passed=PASSES) for q in w.state.queue))
-    w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.PauseAnswered("i", False))
-    assert code(w.hear(e.ResumeCommand(resume(), 3))) is None
-    w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+    w.receive(e.SuspendCommand(suspend(), 2))
+    w.receive(e.PauseAnswered("i", False))
+    assert code(w.receive(e.ResumeCommand(resume(), 3))) is None
+    w.receive(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
     assert w["i"].state is SUSPENDED
     reported = instance_status(w.state, w["i"], private=10, weights=0, phases=(), wall=0.0).error
     assert reported is not None
@@ -124,10 +124,10 @@ def test_5_resume_without_room_after_the_freeze_reports_an_error(w: World) -> No
 
 def test_5_resume_after_a_failed_freeze_continues_serving(w: World) -> None:
     w.ready()
-    w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.PauseAnswered("i", False))
-    w.hear(e.ResumeCommand(resume(), 3))
-    effects = w.hear(e.SuspendFailed("i", ERROR))
+    w.receive(e.SuspendCommand(suspend(), 2))
+    w.receive(e.PauseAnswered("i", False))
+    w.receive(e.ResumeCommand(resume(), 3))
+    effects = w.receive(e.SuspendFailed("i", ERROR))
     assert e.Resume("i", None) in effects
 
 
@@ -137,16 +137,16 @@ def test_5_resume_after_a_failed_freeze_continues_serving(w: World) -> None:
 @pytest.mark.parametrize("dies", [False, True], ids=["refused", "died of it"])
 def test_failed_restore_causes_one_cold_start(w: World, dies: bool) -> None:
     w.suspended()
-    w.hear(e.ResumeCommand(resume(), 3))
+    w.receive(e.ResumeCommand(resume(), 3))
     if not dies:
-        assert e.Signal("i", "kill") in w.hear(e.ResumeFailed("i", EngineFailed("other tokens").body()))
-    effects = w.hear(e.EngineExited("i", 7, -9, ERROR))
+        assert e.Signal("i", "kill") in w.receive(e.ResumeFailed("i", EngineFailed("other tokens").body()))
+    effects = w.receive(e.EngineExited("i", 7, -9, ERROR))
     assert e.Fork("i") in effects
     assert not [x for x in effects if isinstance(x, e.Release)], "its weights are wanted again"
     assert w["i"].state is PREPARING
     assert w["i"].process is Process.FORKING
-    w.hear(e.EngineForked("i", 8, 1))
-    w.hear(e.EngineReported(report(pid=8)))
+    w.receive(e.EngineForked("i", 8, 1))
+    w.receive(e.EngineReported(report(pid=8)))
     assert w["i"].state is READY
     reported = w["i"].suspend_state.fell_back
     assert reported is not None
@@ -155,18 +155,18 @@ def test_failed_restore_causes_one_cold_start(w: World, dies: bool) -> None:
 
 def test_a_cold_start_after_a_failed_restore_is_not_repeated(w: World) -> None:
     w.suspended()
-    w.hear(e.ResumeCommand(resume(), 3))
-    w.hear(e.EngineExited("i", 7, -9, ERROR))
-    w.hear(e.EngineForked("i", 8, 1))
-    effects = w.hear(e.EngineExited("i", 8, 1, ERROR))
+    w.receive(e.ResumeCommand(resume(), 3))
+    w.receive(e.EngineExited("i", 7, -9, ERROR))
+    w.receive(e.EngineForked("i", 8, 1))
+    effects = w.receive(e.EngineExited("i", 8, 1, ERROR))
     assert e.Fork("i") not in effects
     assert w["i"].state is FAILED
 
 
 def test_meters_of_an_engine_that_a_cold_start_follows_are_kept(w: World) -> None:
     w.suspended(left=10)
-    w.hear(e.ResumeCommand(resume(), 3))
-    effects = w.hear(e.EngineExited("i", 7, -9, ERROR, charges=FinalCharges(busy_s=3.0, charged_s=2.5, own_s=0.5)))
+    w.receive(e.ResumeCommand(resume(), 3))
+    effects = w.receive(e.EngineExited("i", 7, -9, ERROR, charges=FinalCharges(busy_s=3.0, charged_s=2.5, own_s=0.5)))
     assert e.Fork("i") in effects
     assert w["i"].load.charged_s is None, "the next process has charged nothing"
     assert [(x.engine.pid, x.engine.charged_s) for x in w.state.ended_engines] == [(7, 2.5)]
@@ -174,13 +174,13 @@ def test_meters_of_an_engine_that_a_cold_start_follows_are_kept(w: World) -> Non
 
 def test_cold_start_without_memory_after_a_failed_restore_fails(w: World) -> None:
     w.suspended(left=10)
-    w.hear(e.ResumeCommand(resume(), 3))
+    w.receive(e.ResumeCommand(resume(), 3))
     w.state = NodeState(
         w.state.ledger.set_booking("other", ("cpu:0",), 45).set_booking("i", ("cpu:0",), 50),
         w.state.policy,
         dict(w.state.instances),
     )
-    w.hear(e.EngineExited("i", 7, -9, ERROR))
+    w.receive(e.EngineExited("i", 7, -9, ERROR))
     assert w["i"].state is FAILED
     assert "a cold start has no memory" in (w["i"].error.message if w["i"].error else "")
 
@@ -190,15 +190,15 @@ def test_leaking_engine_is_stopped_instead_of_suspended(w: World) -> None:
     w.state = replace(w.state, ledger=Ledger({"cpu:0": 8 * big}))
     w.suspended()
     for used in (big, big, 2 * big):
-        w.hear(e.ResumeCommand(resume(), 3))
-        w.hear(e.Resumed("i", used), 0.1)
-        w.hear(e.Assessed("i", POSSIBLE, used))
+        w.receive(e.ResumeCommand(resume(), 3))
+        w.receive(e.Resumed("i", used), 0.1)
+        w.receive(e.Assessed("i", POSSIBLE, used))
         if used == big:
-            w.hear(e.SuspendCommand(suspend(), 2))
-            w.hear(e.PauseAnswered("i", False))
-            w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+            w.receive(e.SuspendCommand(suspend(), 2))
+            w.receive(e.PauseAnswered("i", False))
+            w.receive(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
             assert w["i"].state is SUSPENDED
-    effects = w.hear(e.SuspendCommand(suspend(), 2))
+    effects = w.receive(e.SuspendCommand(suspend(), 2))
     assert [x for x in effects if isinstance(x, e.RequestDrain)]
 
 
@@ -210,15 +210,15 @@ def adopt(w: World, **adopted: bool) -> World:
     record = Instance.model_validate_json(w["i"].model_dump_json())
     new = World()
     new.now = w.now
-    new.hear(e.Adopted(record, adopted.pop("alive", True), ERROR, adopted.pop("frozen", False)))
+    new.receive(e.Adopted(record, adopted.pop("alive", True), ERROR, adopted.pop("frozen", False)))
     return new
 
 
 def test_death_of_a_suspended_engine_releases_its_memory(w: World) -> None:
     w.suspended()
-    w.hear(e.EngineExited("i", 7, -9, ERROR))
-    w.hear(e.WeightsReleased("i", 1))
-    w.hear(e.MemoryFreed("i", 1))
+    w.receive(e.EngineExited("i", 7, -9, ERROR))
+    w.receive(e.WeightsReleased("i", 1))
+    w.receive(e.MemoryFreed("i", 1))
     assert w["i"].state is FAILED
     assert w.state.ledger.bookings == {}
     assert w.state.snapshot_bytes == 0
@@ -230,20 +230,20 @@ def test_a_new_agent_finds_a_suspended_engine_suspended(w: World) -> None:
     assert new["i"].state is SUSPENDED
     assert new.state.ledger.sum_reserved("cpu:0") == 10
     assert not [x for x in new.effects if isinstance(x, e.Ping)], "it cannot answer"
-    new.hear(e.ResumeCommand(resume(), 3))
+    new.receive(e.ResumeCommand(resume(), 3))
     assert new["i"].state is RESUMING
 
 
 @pytest.mark.parametrize("stage", ["held", "freezing", "suspended, thawed by another process", "resuming"])
 def test_new_nodeagent_resumes_a_half_suspended_engine(w: World, stage: str) -> None:
     w.ready()
-    w.hear(e.SuspendCommand(suspend(), 2))
+    w.receive(e.SuspendCommand(suspend(), 2))
     if stage != "held":
-        w.hear(e.PauseAnswered("i", False))
+        w.receive(e.PauseAnswered("i", False))
     if stage in ("suspended, thawed by another process", "resuming"):
-        w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+        w.receive(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
     if stage == "resuming":
-        w.hear(e.ResumeCommand(resume(), 3))
+        w.receive(e.ResumeCommand(resume(), 3))
     new = adopt(w, frozen=stage == "freezing")
     assert new["i"].state is RESUMING
     assert new.state.ledger.sum_reserved("cpu:0") == 60
@@ -252,14 +252,14 @@ def test_new_nodeagent_resumes_a_half_suspended_engine(w: World, stage: str) -> 
 
 def test_suspended_engine_is_killed_without_a_drain(w: World) -> None:
     w.suspended()
-    effects = w.hear(e.StopCommand(stop(), 4))
+    effects = w.receive(e.StopCommand(stop(), 4))
     assert e.Signal("i", "kill") in effects
     assert not [x for x in effects if isinstance(x, e.RequestDrain)]
 
 
 def test_parked_start_is_suspended_as_soon_as_it_is_ready(w: World) -> None:
-    w.hear(e.StartCommand(start().model_copy(update={"park": True}), 1))
-    w.hear(e.EngineForked("i", 7, 1))
-    w.hear(e.EngineReported(report(pid=7)), 5.0)
-    effects = w.hear(e.Assessed("i", POSSIBLE, 60))
+    w.receive(e.StartCommand(start().model_copy(update={"park": True}), 1))
+    w.receive(e.EngineForked("i", 7, 1))
+    w.receive(e.EngineReported(report(pid=7)), 5.0)
+    effects = w.receive(e.Assessed("i", POSSIBLE, 60))
     assert e.PauseEngine("i", only_if_idle=False) in effects

@@ -12,16 +12,16 @@ from tests.unit.nodeagent.world import World, report, start
 
 def test_later_stage_of_a_known_instance_is_not_drained() -> None:
     world = World("cpu:0", "cpu:1")
-    world.hear(StartCommand(start("i", devices=("cpu:0", "cpu:1")), 1))
-    effects = world.hear(EngineReported(report(stage_instance("i", 1), "loading", 8)))
-    world.hear(EngineForked("i", 7, 1))
-    effects += world.hear(EngineReported(report(stage_instance("i", 1), "ready", 8)))
+    world.receive(StartCommand(start("i", devices=("cpu:0", "cpu:1")), 1))
+    effects = world.receive(EngineReported(report(stage_instance("i", 1), "loading", 8)))
+    world.receive(EngineForked("i", 7, 1))
+    effects += world.receive(EngineReported(report(stage_instance("i", 1), "ready", 8)))
     assert not [e for e in effects if isinstance(e, RequestDrain)]
     assert world["i"].state is InstanceState.PREPARING
 
 
 def test_stage_without_an_instance_is_drained() -> None:
-    effects = World().hear(EngineReported(report(stage_instance("gone", 1), "ready", 8)))
+    effects = World().receive(EngineReported(report(stage_instance("gone", 1), "ready", 8)))
     assert [e.instance_id for e in effects if isinstance(e, RequestDrain)] == [stage_instance("gone", 1)]
 
 
@@ -29,7 +29,7 @@ def test_failure_of_a_later_stage_fails_the_instance_with_its_error() -> None:
     world = World("cpu:0", "cpu:1")
     world.ready("i", devices=("cpu:0", "cpu:1"))
     error = InsufficientMemory("The stage has no room").body()
-    effects = world.hear(EngineReported(EngineReport(instance_id=stage_instance("i", 1), pid=8, state="failed", error=error)))
+    effects = world.receive(EngineReported(EngineReport(instance_id=stage_instance("i", 1), pid=8, state="failed", error=error)))
     assert world["i"].state is InstanceState.FAILED
     assert world["i"].error == error
     assert [e for e in effects if isinstance(e, Signal)]

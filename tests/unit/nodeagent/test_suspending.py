@@ -40,29 +40,29 @@ def code(effects: tuple[e.Effect, ...]) -> str | None:
 
 def test_1_a_stale_suspension_is_refused(w: World) -> None:
     w.ready(token=EPOCH + 5)
-    assert code(w.hear(e.SuspendCommand(suspend(token=EPOCH), 2))) == StaleToken.code
+    assert code(w.receive(e.SuspendCommand(suspend(token=EPOCH), 2))) == StaleToken.code
 
 
 def test_2_suspend_of_an_unknown_or_suspended_instance_is_a_no_op(w: World) -> None:
-    assert code(w.hear(e.SuspendCommand(suspend("nobody"), 2))) is None
+    assert code(w.receive(e.SuspendCommand(suspend("nobody"), 2))) is None
     w.suspended()
-    effects = w.hear(e.SuspendCommand(suspend(), 3))
+    effects = w.receive(e.SuspendCommand(suspend(), 3))
     assert code(effects) is None
     assert not [x for x in effects if isinstance(x, e.PauseEngine | e.Suspend)]
 
 
 def test_3_a_second_suspension_can_only_shorten_the_drain(w: World) -> None:
     w.ready()
-    w.hear(e.SuspendCommand(suspend(drain_timeout_ms=60_000), 2))
-    w.hear(e.SuspendCommand(suspend(drain_timeout_ms=1_000), 3))
-    w.hear(e.SuspendCommand(suspend(drain_timeout_ms=90_000), 4))
+    w.receive(e.SuspendCommand(suspend(drain_timeout_ms=60_000), 2))
+    w.receive(e.SuspendCommand(suspend(drain_timeout_ms=1_000), 3))
+    w.receive(e.SuspendCommand(suspend(drain_timeout_ms=90_000), 4))
     assert w["i"].drain_until == w.now + 1.0
 
 
 def just_ready(w: World) -> None:
-    w.hear(e.StartCommand(start(), 1))
-    w.hear(e.EngineForked("i", 7, 1))
-    assert e.Assess("i") in w.hear(e.EngineReported(report()), after=5.0)
+    w.receive(e.StartCommand(start(), 1))
+    w.receive(e.EngineForked("i", 7, 1))
+    assert e.Assess("i") in w.receive(e.EngineReported(report()), after=5.0)
 
 
 def test_4_suspend_waits_for_the_assessment(w: World) -> None:
@@ -71,8 +71,8 @@ def test_4_suspend_waits_for_the_assessment(w: World) -> None:
     An unknown capability does not count as missing.
     """
     just_ready(w)
-    assert not w.hear(e.SuspendCommand(suspend(), 2))
-    effects = w.hear(e.Assessed("i", POSSIBLE, 60))
+    assert not w.receive(e.SuspendCommand(suspend(), 2))
+    effects = w.receive(e.Assessed("i", POSSIBLE, 60))
     assert replies(effects) == [None]
     assert e.PauseEngine("i", only_if_idle=False) in effects
     assert not w.state.deferred_suspends
@@ -80,24 +80,24 @@ def test_4_suspend_waits_for_the_assessment(w: World) -> None:
 
 def test_4_instance_assessed_as_impossible_to_suspend_is_stopped(w: World) -> None:
     just_ready(w)
-    w.hear(e.SuspendCommand(suspend(), 2))
-    effects = w.hear(e.Assessed("i", Outlook(reason="no swap"), 60))
+    w.receive(e.SuspendCommand(suspend(), 2))
+    effects = w.receive(e.Assessed("i", Outlook(reason="no swap"), 60))
     assert replies(effects) == [None]
     assert w["i"].stop_asked
 
 
 def test_4_engine_exit_before_the_assessment_answers_the_suspend(w: World) -> None:
     just_ready(w)
-    w.hear(e.SuspendCommand(suspend(), 2))
-    assert replies(w.hear(e.EngineExited("i", 7, 1, ERROR))) == [None]
+    w.receive(e.SuspendCommand(suspend(), 2))
+    assert replies(w.receive(e.EngineExited("i", 7, 1, ERROR))) == [None]
     assert not w.state.deferred_suspends
 
 
 def test_4_newer_resume_overrides_a_waiting_suspend(w: World) -> None:
     just_ready(w)
-    w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.ResumeCommand(resume(token=EPOCH + 1), 3))
-    assert code(w.hear(e.Assessed("i", POSSIBLE, 60))) == StaleToken.code
+    w.receive(e.SuspendCommand(suspend(), 2))
+    w.receive(e.ResumeCommand(resume(token=EPOCH + 1), 3))
+    assert code(w.receive(e.Assessed("i", POSSIBLE, 60))) == StaleToken.code
     assert w["i"].state is READY
 
 
@@ -108,22 +108,22 @@ def test_4_resuming_instance_is_suspended_again_once_ready(w: World, *, only_if_
     Ending it would lose an engine that takes a minute to start, for a fraction of a second.
     """
     w.suspended()
-    w.hear(e.ResumeCommand(resume(), 3))
-    assert not w.hear(e.SuspendCommand(suspend(only_if_idle=only_if_idle), 4))
-    assert e.Assess("i", 0.0) in w.hear(e.Resumed("i", 60))
-    assert e.PauseEngine("i", only_if_idle=only_if_idle) in w.hear(e.Assessed("i", POSSIBLE, 60))
-    w.hear(e.PauseAnswered("i", only_if_idle))
-    w.hear(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+    w.receive(e.ResumeCommand(resume(), 3))
+    assert not w.receive(e.SuspendCommand(suspend(only_if_idle=only_if_idle), 4))
+    assert e.Assess("i", 0.0) in w.receive(e.Resumed("i", 60))
+    assert e.PauseEngine("i", only_if_idle=only_if_idle) in w.receive(e.Assessed("i", POSSIBLE, 60))
+    w.receive(e.PauseAnswered("i", only_if_idle))
+    w.receive(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
     assert w["i"].state is SUSPENDED
     assert not w["i"].stop_asked
 
 
 def test_4_a_failed_resume_is_not_restarted_for_a_suspension(w: World) -> None:
     w.suspended()
-    w.hear(e.ResumeCommand(resume(), 3))
-    w.hear(e.SuspendCommand(suspend(), 4))
-    w.hear(e.ResumeFailed("i", ERROR))
-    effects = w.hear(e.EngineExited("i", 7, -9, ERROR))
+    w.receive(e.ResumeCommand(resume(), 3))
+    w.receive(e.SuspendCommand(suspend(), 4))
+    w.receive(e.ResumeFailed("i", ERROR))
+    effects = w.receive(e.EngineExited("i", 7, -9, ERROR))
     assert replies(effects) == [None]
     assert w["i"].stop_asked
     assert not w.state.deferred_suspends
@@ -140,28 +140,28 @@ def test_4_a_failed_resume_is_not_restarted_for_a_suspension(w: World) -> None:
 )
 def test_5_instance_that_cannot_be_suspended_is_stopped(w: World, outlook: Outlook) -> None:
     w.ready()
-    w.hear(e.Assessed("i", outlook, 60))
-    effects = w.hear(e.SuspendCommand(suspend(), 2))
+    w.receive(e.Assessed("i", outlook, 60))
+    effects = w.receive(e.SuspendCommand(suspend(), 2))
     assert code(effects) is None
     assert [x for x in effects if isinstance(x, e.RequestDrain)]
     assert w["i"].stop_asked
 
 
 def test_5_suspend_of_a_starting_instance_kills_it(w: World) -> None:
-    w.hear(e.StartCommand(start(), 1))
-    w.hear(e.EngineForked("i", 7, 1))
-    effects = w.hear(e.SuspendCommand(suspend(), 2))
+    w.receive(e.StartCommand(start(), 1))
+    w.receive(e.EngineForked("i", 7, 1))
+    effects = w.receive(e.SuspendCommand(suspend(), 2))
     assert e.Signal("i", "kill") in effects
 
 
 def test_6_only_if_idle_the_engines_answer_is_the_reply(w: World) -> None:
     w.ready()
-    assert replies(w.hear(e.SuspendCommand(suspend(only_if_idle=True), 2))) == []
+    assert replies(w.receive(e.SuspendCommand(suspend(only_if_idle=True), 2))) == []
     assert w["i"].state is READY
-    assert code(w.hear(e.PauseAnswered("i", True, InstanceBusy().body()))) == InstanceBusy.code
+    assert code(w.receive(e.PauseAnswered("i", True, InstanceBusy().body()))) == InstanceBusy.code
     assert w["i"].state is READY
-    w.hear(e.SuspendCommand(suspend(only_if_idle=True), 3))
-    effects = w.hear(e.PauseAnswered("i", True))
+    w.receive(e.SuspendCommand(suspend(only_if_idle=True), 3))
+    effects = w.receive(e.PauseAnswered("i", True))
     assert code(effects) is None
     assert e.Suspend("i", "cpu") in effects
 
@@ -169,24 +169,24 @@ def test_6_only_if_idle_the_engines_answer_is_the_reply(w: World) -> None:
 def test_6_engine_whose_answer_is_lost_is_not_left_paused(w: World) -> None:
     """It would stay ready for gateways, and refuse every request."""
     w.ready()
-    w.hear(e.SuspendCommand(suspend(only_if_idle=True), 2))
-    effects = w.hear(e.PauseAnswered("i", True, DeadlineExceeded("no answer").body()))
+    w.receive(e.SuspendCommand(suspend(only_if_idle=True), 2))
+    effects = w.receive(e.PauseAnswered("i", True, DeadlineExceeded("no answer").body()))
     assert code(effects) == DeadlineExceeded.code
     assert e.Resume("i", None) in effects
-    assert not w.hear(e.Resumed("i", 60))
+    assert not w.receive(e.Resumed("i", 60))
     assert w["i"].state is READY
 
 
 def test_7_a_busy_engine_drains_first_and_is_frozen_when_idle(w: World) -> None:
     w.ready()
-    w.hear(e.EngineReported(report(pid=7).model_copy(update={"load": EngineLoad(active=1)})))
-    effects = w.hear(e.SuspendCommand(suspend(), 2))
+    w.receive(e.EngineReported(report(pid=7).model_copy(update={"load": EngineLoad(active=1)})))
+    effects = w.receive(e.SuspendCommand(suspend(), 2))
     assert e.PauseEngine("i", only_if_idle=False) in effects
     assert w["i"].state is DRAINING
-    assert not w.hear(e.PauseAnswered("i", False, InstanceBusy().body()))
-    effects = w.hear(e.EngineReported(report(pid=7)))
+    assert not w.receive(e.PauseAnswered("i", False, InstanceBusy().body()))
+    effects = w.receive(e.EngineReported(report(pid=7)))
     assert e.PauseEngine("i", only_if_idle=False) in effects
-    effects = w.hear(e.PauseAnswered("i", False))
+    effects = w.receive(e.PauseAnswered("i", False))
     assert effects.index(e.Persist("i")) < effects.index(e.Suspend("i", "cpu")), "recorded before it is frozen"
 
 
@@ -194,60 +194,60 @@ def test_7_a_busy_engine_drains_first_and_is_frozen_when_idle(w: World) -> None:
 def test_7_a_pause_whose_answer_is_lost_is_asked_again(w: World, lost: type[ThawError]) -> None:
     """A busy machine delays an answer beyond its deadline: a stop would lose the engine."""
     w.ready()
-    w.hear(e.SuspendCommand(suspend(), 2))
-    assert not w.hear(e.PauseAnswered("i", False, lost("no answer").body()))
-    assert e.PauseEngine("i", only_if_idle=False) in w.hear(e.EngineReported(report(pid=7)))
-    assert e.Suspend("i", "cpu") in w.hear(e.PauseAnswered("i", False))
+    w.receive(e.SuspendCommand(suspend(), 2))
+    assert not w.receive(e.PauseAnswered("i", False, lost("no answer").body()))
+    assert e.PauseEngine("i", only_if_idle=False) in w.receive(e.EngineReported(report(pid=7)))
+    assert e.Suspend("i", "cpu") in w.receive(e.PauseAnswered("i", False))
 
 
 def test_7_engine_that_never_answers_a_pause_is_stopped_at_the_drain_deadline(w: World) -> None:
     w.ready()
-    w.hear(e.SuspendCommand(suspend(drain_timeout_ms=1000), 2))
-    w.hear(e.PauseAnswered("i", False, DeadlineExceeded("no answer").body()))
-    assert e.Signal("i", "term") in w.hear(e.Tick(), 1.0)
+    w.receive(e.SuspendCommand(suspend(drain_timeout_ms=1000), 2))
+    w.receive(e.PauseAnswered("i", False, DeadlineExceeded("no answer").body()))
+    assert e.Signal("i", "term") in w.receive(e.Tick(), 1.0)
 
 
 def test_7_idle_engine_without_an_answer_is_stopped_before_the_drain_deadline(w: World) -> None:
     w.ready()
-    w.hear(e.SuspendCommand(suspend(drain_timeout_ms=600_000), 2))
+    w.receive(e.SuspendCommand(suspend(drain_timeout_ms=600_000), 2))
     lost = e.PauseAnswered("i", False, DeadlineExceeded("no answer").body())
-    w.hear(lost)
-    w.hear(e.EngineReported(report(pid=7)), 1.0)
-    w.hear(lost, 3.0)
-    assert not w.hear(e.Tick(), LOST_ANSWER_S - 4.5)
-    assert e.Signal("i", "term") in w.hear(e.Tick(), 0.5)
+    w.receive(lost)
+    w.receive(e.EngineReported(report(pid=7)), 1.0)
+    w.receive(lost, 3.0)
+    assert not w.receive(e.Tick(), LOST_ANSWER_S - 4.5)
+    assert e.Signal("i", "term") in w.receive(e.Tick(), 0.5)
 
 
 def test_7_engine_that_cannot_pause_is_stopped(w: World) -> None:
     w.ready()
-    w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.PauseAnswered("i", False, ERROR))
+    w.receive(e.SuspendCommand(suspend(), 2))
+    w.receive(e.PauseAnswered("i", False, ERROR))
     assert w["i"].stop_asked
 
 
 def test_drain_timeout_turns_the_suspension_into_a_stop(w: World) -> None:
     w.ready()
-    w.hear(e.EngineReported(report(pid=7).model_copy(update={"load": EngineLoad(active=1)})))
-    w.hear(e.SuspendCommand(suspend(drain_timeout_ms=1000), 2))
-    assert e.Signal("i", "term") in w.hear(e.Tick(), 1.0)
-    w.hear(e.EngineExited("i", 7, -15, ERROR))
+    w.receive(e.EngineReported(report(pid=7).model_copy(update={"load": EngineLoad(active=1)})))
+    w.receive(e.SuspendCommand(suspend(drain_timeout_ms=1000), 2))
+    assert e.Signal("i", "term") in w.receive(e.Tick(), 1.0)
+    w.receive(e.EngineExited("i", 7, -15, ERROR))
     assert w["i"].state is DRAINING, "asked to go: not failed"
 
 
 def test_engine_that_cannot_be_paused_is_stopped(w: World) -> None:
     w.ready()
-    w.hear(e.SuspendCommand(suspend(), 2))
-    effects = w.hear(e.PauseAnswered("i", False, EngineFailed("what?").body()))
+    w.receive(e.SuspendCommand(suspend(), 2))
+    effects = w.receive(e.PauseAnswered("i", False, EngineFailed("what?").body()))
     assert [x for x in effects if isinstance(x, e.RequestDrain)]
     assert w["i"].stop_asked
 
 
 def test_only_bytes_verified_as_freed_are_released(w: World) -> None:
     w.ready()
-    w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.PauseAnswered("i", False))
+    w.receive(e.SuspendCommand(suspend(), 2))
+    w.receive(e.PauseAnswered("i", False))
     assert w.state.ledger.sum_reserved("cpu:0") == 60
-    w.hear(e.Suspended("i", freed_bytes=45, left_bytes=15, used_bytes=60, snapshot_bytes=45))
+    w.receive(e.Suspended("i", freed_bytes=45, left_bytes=15, used_bytes=60, snapshot_bytes=45))
     assert w["i"].state is SUSPENDED
     assert w.state.ledger.sum_reserved("cpu:0") == 15
     assert w.state.snapshot_bytes == 45
@@ -255,9 +255,9 @@ def test_only_bytes_verified_as_freed_are_released(w: World) -> None:
 
 def test_failed_suspension_becomes_a_stop(w: World) -> None:
     w.ready()
-    w.hear(e.SuspendCommand(suspend(), 2))
-    w.hear(e.PauseAnswered("i", False))
-    effects = w.hear(e.SuspendFailed("i", ERROR))
+    w.receive(e.SuspendCommand(suspend(), 2))
+    w.receive(e.PauseAnswered("i", False))
+    effects = w.receive(e.SuspendFailed("i", ERROR))
     assert [x for x in effects if isinstance(x, e.RequestDrain)]
     assert w.state.ledger.sum_reserved("cpu:0") == 60
 
@@ -283,7 +283,7 @@ def test_coldest_snapshot_in_host_memory_is_spilled_first(w: World) -> None:
     two_snapshots(w, way="cuda")
     assert e.Spill("a", "cuda") in w.effects
     assert not w["a"].stop_asked
-    w.hear(e.Spilled("a", freed_bytes=70))
+    w.receive(e.Spilled("a", freed_bytes=70))
     assert (w["a"].suspend_state.spilled, w["a"].suspend_state.snapshot_bytes) == ("written", 0)
     assert [(s.snapshot_bytes, s.swap_bytes) for s in (suspension(w.state, w[x]) for x in "ab")] == [(0, 70), (70, 0)]
     assert w.state.snapshot_bytes_except("") == 70
@@ -291,7 +291,7 @@ def test_coldest_snapshot_in_host_memory_is_spilled_first(w: World) -> None:
 
 def test_snapshot_that_cannot_be_spilled_is_stopped(w: World) -> None:
     two_snapshots(w, way="cuda")
-    w.hear(e.Spilled("a", error=ERROR))
+    w.receive(e.Spilled("a", error=ERROR))
     assert w["a"].stop_asked
     assert w["b"].state is SUSPENDED
 
@@ -306,9 +306,9 @@ def test_paged_out_snapshot_is_not_spilled(w: World) -> None:
 
 def test_a_spilled_snapshot_resumes_and_can_be_spilled_again(w: World) -> None:
     two_snapshots(w, way="cuda")
-    w.hear(e.ResumeCommand(resume("a"), 5))
+    w.receive(e.ResumeCommand(resume("a"), 5))
     assert w["a"].state is RESUMING
-    w.hear(e.Spilled("a", freed_bytes=70))  # reported too late
+    w.receive(e.Spilled("a", freed_bytes=70))  # reported too late
     assert w["a"].suspend_state.spilled == ""
 
 
@@ -317,16 +317,16 @@ def two_snapshots(w: World, way: SuspendWay) -> None:
     w.state = replace(w.state, spills=True, ledger=Ledger({"cpu:0": 1000}))
     for name, pid in (("a", 7), ("b", 8)):
         w.ready(name, pid)
-        w.hear(e.Assessed(name, POSSIBLE.model_copy(update={"way": way}), 60))
-        w.hear(e.SuspendCommand(suspend(name), 2), after=1.0)
-        w.hear(e.PauseAnswered(name, False))
-        w.hear(e.Suspended(name, freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=70))
+        w.receive(e.Assessed(name, POSSIBLE.model_copy(update={"way": way}), 60))
+        w.receive(e.SuspendCommand(suspend(name), 2), after=1.0)
+        w.receive(e.PauseAnswered(name, False))
+        w.receive(e.Suspended(name, freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=70))
 
 
 def test_engine_that_is_suspended_before_its_first_report_to_a_new_agent_stays() -> None:
     """Its answer to the pause shows that it lives: a frozen engine reports nothing."""
     earlier, world = World(), World()
-    world.hear(e.Adopted(earlier.ready(), alive=True, error=ERROR))
+    world.receive(e.Adopted(earlier.ready(), alive=True, error=ERROR))
     world.suspended_again()
-    world.hear(e.Tick(), after=60)
+    world.receive(e.Tick(), after=60)
     assert world["i"].state is SUSPENDED

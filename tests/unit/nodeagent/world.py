@@ -72,7 +72,7 @@ class World:
         self.now = 1000.0
         self.effects: list[Effect] = []
 
-    def hear(self, event: Event, after: float = 0.0) -> tuple[Effect, ...]:
+    def receive(self, event: Event, after: float = 0.0) -> tuple[Effect, ...]:
         """Let `after` seconds pass, decide on `event`, and return the effects."""
         self.now += after
         self.state, effects = decide(self.state, event, self.now)
@@ -89,10 +89,10 @@ class World:
 
     def ready(self, instance_id: str = "i", pid: int = 7, took: float = 5.0, **more: Any) -> Instance:
         """Return an instance that took `took` seconds to start, and can be suspended."""
-        self.hear(e.StartCommand(start(instance_id, **more), 1))
-        self.hear(e.EngineForked(instance_id, pid, 1))
-        self.hear(e.EngineReported(report(instance_id, "ready", pid)), after=took)
-        self.hear(e.Assessed(instance_id, POSSIBLE, 60))
+        self.receive(e.StartCommand(start(instance_id, **more), 1))
+        self.receive(e.EngineForked(instance_id, pid, 1))
+        self.receive(e.EngineReported(report(instance_id, "ready", pid)), after=took)
+        self.receive(e.Assessed(instance_id, POSSIBLE, 60))
         return self[instance_id]
 
     def suspended(self, instance_id: str = "i", pid: int = 7, left: int = 10, snapshot: int = 50, **more: Any) -> Instance:
@@ -102,7 +102,7 @@ class World:
 
     def suspended_again(self, instance_id: str = "i", left: int = 10, snapshot: int = 50) -> Instance:
         """Suspend an instance that is ready, and return it."""
-        self.hear(e.SuspendCommand(suspend(instance_id), 2))
-        self.hear(e.PauseAnswered(instance_id, False))
-        self.hear(e.Suspended(instance_id, freed_bytes=60 - left, left_bytes=left, used_bytes=60, snapshot_bytes=snapshot))
+        self.receive(e.SuspendCommand(suspend(instance_id), 2))
+        self.receive(e.PauseAnswered(instance_id, False))
+        self.receive(e.Suspended(instance_id, freed_bytes=60 - left, left_bytes=left, used_bytes=60, snapshot_bytes=snapshot))
         return self[instance_id]

@@ -95,7 +95,7 @@ class Cluster(RuleBasedStateMachine):
         step = min(seconds, 1.0)
         for _ in range(round(seconds / step)):
             self.w.now += step
-            self.w.hear(*self.speakers()) if self.speakers() else None
+            self.w.report(*self.speakers()) if self.speakers() else None
             self.w.tick(nodes_report=False)
             for model, waiting in self.waiting.items():
                 if waiting:
@@ -128,7 +128,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(n=node)
     def say(self, n: str) -> None:
         if n not in self.silent:
-            self.w.hear(n)
+            self.w.report(n)
 
     @rule(n=node)
     def fall_silent(self, n: str) -> None:
@@ -137,7 +137,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(n=node)
     def return_(self, n: str) -> None:
         self.silent.discard(n)
-        self.w.hear(n)
+        self.w.report(n)
 
     @rule(n=node)
     def reboot(self, n: str) -> None:

@@ -101,7 +101,7 @@ class Groups(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.w.now += seconds
         if speakers := [n for n in NODES if n not in self.silent]:
-            self.w.hear(*speakers)
+            self.w.report(*speakers)
         self.w.tick(nodes_report=False)
         for model, waiting in self.waiting.items():
             if waiting:
@@ -133,7 +133,7 @@ class Groups(RuleBasedStateMachine):
     @rule(n=node)
     def say(self, n: str) -> None:
         if n not in self.silent:
-            self.w.hear(n)
+            self.w.report(n)
 
     @rule(n=node)
     def fall_silent(self, n: str) -> None:
@@ -142,7 +142,7 @@ class Groups(RuleBasedStateMachine):
     @rule(n=node)
     def return_(self, n: str) -> None:
         self.silent.discard(n)
-        self.w.hear(n)
+        self.w.report(n)
 
     @rule(n=node, action=st.sampled_from(("cordon", "uncordon", "drain")))
     def change_node(self, n: str, action: str) -> None:
@@ -159,7 +159,7 @@ class Groups(RuleBasedStateMachine):
         apply(state, [Put(e) for e in kept])
         self.w.state = state
         self.w.send(Recovered(self.w.now))
-        self.w.hear()
+        self.w.report()
 
     @invariant()
     def no_memory_is_promised_twice(self) -> None:

@@ -70,7 +70,7 @@ def drained(w: World) -> None:
     w.model("other", keep_alive=300)
     w.up("other")
     w.of("other")[0].active = 1
-    w.hear()
+    w.report()
     w.change_node("n1", "drain")
 
 
@@ -133,7 +133,7 @@ def test_scheduler_is_busy_shortly_before_a_keep_alive_ends(idle: World) -> None
     idle.tick()
     for before, expected in ((1.5, False), (0.9, True), (0.1, True)):
         idle.now = due - before
-        idle.hear()
+        idle.report()
         assert busy(idle) == expected
     idle.tick(0.2)
     assert idle.stops("m")
@@ -179,7 +179,7 @@ def test_slo_queue_is_busy_shortly_before_its_period_ends(idle: World) -> None:
     since = idle.state.slo_queue[""].since
     for age, expected in ((PERIOD_S - 1.5, False), (PERIOD_S - 0.5, True)):
         idle.now = since + age
-        idle.hear()
+        idle.report()
         assert busy(idle) == expected
     idle.policy = replace(idle.policy, profile=replace(idle.policy.profile, slo_queue=False))
     assert not busy(idle)
@@ -190,7 +190,7 @@ def test_silent_node_makes_the_scheduler_busy_before_it_is_lost(idle: World) -> 
     for silence, expected in ((3.9, False), (4.1, True), (4.9, True)):
         idle.now = reported_at + silence
         assert is_node_lost_soon(idle.state, idle.now, idle.policy, WITHIN_S) == expected
-    idle.hear()
+    idle.report()
     assert not is_node_lost_soon(idle.state, idle.now, idle.policy, WITHIN_S)
     idle.now += 100
     idle.tick(nodes_report=False)

@@ -73,7 +73,7 @@ def test_sleep_answers_with_the_bytes_freed(w: World) -> None:
     waiter = w.sleep("a")
     assert w.answer(waiter) is None
     agent.finish_stops()
-    w.hear()
+    w.report()
     answer = w.answer(waiter)
     assert isinstance(answer, ModelAsleep)
     assert answer.freed_bytes == 324 * MIB
@@ -133,7 +133,7 @@ def test_a_start_without_waiters_is_cancelled(w: World) -> None:
     w.demand("a", 0, gateway="g2")
     assert len(w.stops("a")) == 1
     w.agents["n1"].finish_stops()
-    w.hear()
+    w.report()
     assert w.state.last_plan_of("a").outcome == "cancelled"  # type: ignore[union-attr]
 
 

@@ -13,7 +13,7 @@ def test_engine_of_a_sleeping_model_is_stopped_when_its_node_returns(w: World) -
     w.up("a")
     w.tick(6, nodes_report=False)
     assert isinstance(w.answer(w.sleep("a")), ModelAsleep), "no instance is known"
-    w.hear()
+    w.report()
     assert not w.of("a", InstanceState.READY)
     w.finish_stops()
     w.tick(5)
@@ -30,7 +30,7 @@ def test_sleep_holds_for_an_engine_whose_stop_was_lost_with_its_node(w: World) -
     w.tick(6, nodes_report=False)
     assert isinstance(w.answer(waiter), ModelAsleep)
     w.undelivered = None
-    w.hear()
+    w.report()
     assert not w.of("a", InstanceState.READY)
 
 
@@ -41,7 +41,7 @@ def test_engine_that_returns_while_requests_wait_ends_the_sleep(w: World) -> Non
     w.tick(6, nodes_report=False)
     w.sleep("a")
     w.demand("a")
-    w.hear()
+    w.report()
     w.demand("a", waiting=0)
     w.tick(5)
     assert w.of("a", InstanceState.READY)
@@ -55,7 +55,7 @@ def test_suspended_engine_of_a_sleeping_model_is_kept_when_its_node_returns(w: W
     w.sleep("a")
     w.finish_stops()
     w.tick(6, nodes_report=False)
-    w.hear()
+    w.report()
     w.tick(5)
     assert w.of("a", InstanceState.SUSPENDED)
 
@@ -69,7 +69,7 @@ def test_sleeping_model_that_serves_by_itself_is_suspended_again(w: World) -> No
     w.sleep("a")
     w.finish_stops()
     running.state, running.suspending = InstanceState.READY, False
-    w.hear()
+    w.report()
     w.finish_stops()
     assert w.of("a", InstanceState.SUSPENDED)
 

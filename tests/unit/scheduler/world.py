@@ -376,7 +376,7 @@ class World:
     def node(self, name: str = "n1", budget: int = 1000 * MIB, devices: tuple[str, ...] = ("cpu:0",)) -> Agent:
         """Add a node; `budget` is that of each device."""
         self.agents[name] = Agent(name, budget, devices=devices)
-        self.hear(name)
+        self.report(name)
         return self.agents[name]
 
     def loader(self, node: str, memory: Sequence[DeviceMemory], **more: Any) -> None:
@@ -384,9 +384,10 @@ class World:
         status = LoaderStatus(node=node, boot_id="b", memory=tuple(memory), **more)
         self.agents[node].units = units_by_device(status)
         self.send(LoaderStatusReceived(self.now, status))
-        self.hear(node)
+        self.report(node)
 
-    def hear(self, *names: str) -> None:
+    def report(self, *names: str) -> None:
+        """Let these nodes, or all, send their status."""
         for name in names or tuple(self.agents):
             self.send(NodeStatusReceived(self.now, self.agents[name].status(self.now)))
 
@@ -394,7 +395,7 @@ class World:
         """Let time pass; nodes report unless `nodes_report` is False."""
         self.now += seconds
         if nodes_report:
-            self.hear()
+            self.report()
         self.send(Tick(self.now))
 
     def model(self, name: str, weights: int = 100 * MIB, **options: Any) -> None:
@@ -448,7 +449,7 @@ class World:
             for r in agent.instances.values():
                 if r.state in (InstanceState.LOADING, InstanceState.RESUMING) and (not models or r.command.card.name in models):
                     r.state, r.idle_since = InstanceState.READY, self.now
-        self.hear()
+        self.report()
 
     def up(self, model: str, served: int = 1) -> Running:
         """Start one idle instance of the model that has served `served` requests."""
@@ -457,7 +458,7 @@ class World:
         self.demand(model, 0)
         running = self.of(model, InstanceState.READY)[-1]
         running.completed = served
-        self.hear()
+        self.report()
         return running
 
     def can_suspend(self, running: Running, *, left: int = 0, resume_ms: float = 100.0) -> None:
@@ -470,18 +471,18 @@ class World:
         running.suspension = Suspension(
             possible=True, way="cpu", left_bytes=left, need_bytes=running.command.reserve_bytes, resume_ms=resume_ms, freed_bytes=7
         )
-        self.hear()
+        self.report()
 
     def finish_stops(self) -> None:
         for agent in self.agents.values():
             agent.finish_stops()
-        self.hear()
+        self.report()
 
     def fail(self, model: str, error: ErrorBody, *, is_ending: bool = False) -> None:
         """Let the instances fail; `is_ending`: their bytes are free after `finish_stops`."""
         for r in self.of(model):
             r.state, r.error, r.is_ending = InstanceState.FAILED, error, is_ending
-        self.hear()
+        self.report()
 
     def sent(self, kind: type[E]) -> list[E]:
         return [e for e in self.effects if isinstance(e, kind)]

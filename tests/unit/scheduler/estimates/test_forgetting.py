@@ -36,7 +36,7 @@ def test_nothing_that_was_learned_on_a_removed_node_is_kept(w: World) -> None:
     w.up("a")
     w.node("n2")
     w.tick(w.policy.node_lost_after_s + 1, nodes_report=False)
-    w.hear("n2")
+    w.report("n2")
     assert list_measured(w) == {("a", "n1"), ("a", ANYWHERE)}
     w.change_node("n1", "remove")
     assert list_measured(w) == {("a", ANYWHERE)}

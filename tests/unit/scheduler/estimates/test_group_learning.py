@@ -86,5 +86,5 @@ def test_failed_stage_is_not_learned_from() -> None:
     for running in w.of("m"):
         running.phases = (PhaseSpan(phase=Phase.LOAD, start_ms=-9000, duration_ms=4000),)
         running.state = InstanceState.FAILED
-    w.hear()
+    w.report()
     assert not w.state.estimates

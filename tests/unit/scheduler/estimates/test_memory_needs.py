@@ -22,7 +22,7 @@ def measured(w: World, model: str, nbytes: int) -> Running:
     w.finish_stops()
     running.stopped = True
     running.state = InstanceState.STOPPED
-    w.hear()
+    w.report()
     return running
 
 
@@ -74,7 +74,7 @@ def over_two(w: World, need: int) -> Running:
     """Create a suspended instance on two devices, half on each."""
     agent = w.node(budget=400 * MIB)
     agent.devices = ("cpu:0", "cpu:1")
-    w.hear()
+    w.report()
     w.model("a")
     running = w.up("a")
     running.command = running.command.model_copy(update={"device_ids": ("cpu:0", "cpu:1"), "reserve_bytes": need})
@@ -122,10 +122,10 @@ def test_engine_that_has_served_counts_as_measured(w: World) -> None:
     configured = hosted(w)
     running = w.up("a", served=0)
     running.private = configured - 1000 * MIB
-    w.hear()
+    w.report()
     assert not w.state.measured
     running.completed = 1
-    w.hear()
+    w.report()
     profile = w.state.measured["a"].by_kind["cpu"]
     assert profile.need_bytes == configured - 1000 * MIB
     need = need_of(w.state.models["a"].card)

@@ -69,7 +69,7 @@ def test_least_start_is_unknown_while_a_suspended_instance_can_resume(w: World) 
     parked = w.up("a")
     w.can_suspend(parked)
     parked.state = InstanceState.SUSPENDED
-    w.hear()
+    w.report()
     assert least_start_s(w.state, w.state.models["a"]) == 0.0
 
 

@@ -40,10 +40,10 @@ def test_tokens_count_since_the_load_changed(w: World) -> None:
     w.model("a", slo={"ttft": 10, "tpot": 0.1})
     running = w.up("a")
     running.active, running.generated = 1, 100
-    w.hear()
+    w.report()
     w.now += 0.4
-    w.hear()
+    w.report()
     w.now += 0.6
     running.generated = 150
-    w.hear()
+    w.report()
     assert token_s(w.state, "a") == pytest.approx(0.02)

@@ -59,7 +59,7 @@ def serving(w: World, active: int = 1) -> list[Running]:
     w.get_ready("m")
     for first in firsts(w):
         first.active = active
-    w.hear()
+    w.report()
     w.demand("m", 0, in_flight=active * len(firsts(w)))
     return firsts(w)
 
@@ -202,9 +202,9 @@ def test_instance_that_fails_leaves_its_group_serving() -> None:
         w.tick(0.5)
     ones = whole(w, LOADING)
     ones[0].state = InstanceState.FAILED
-    w.hear()
+    w.report()
     ones[1].state = READY
-    w.hear()
+    w.report()
     w.tick(0.5)
     assert len(groups(w)) == 2
     assert len(orders(w)) == 1, "the other one takes the requests of its own group"

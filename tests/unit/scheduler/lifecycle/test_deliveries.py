@@ -44,7 +44,7 @@ def test_a_start_that_its_node_accepted_and_lost_is_missing(w: World) -> None:
     w.deliver()
     agent.instances.clear()
     agent.boot, agent.seq = "boot-2", 0  # it had answered, and died before it recorded the start
-    w.hear()
+    w.report()
     assert w.state.instances, "its answer is newer than `absence_grace_s`"
     wait(w, "a", w.policy.absence_grace_s + 1)
     assert len(w.starts("a")) == 2
@@ -60,7 +60,7 @@ def test_a_start_that_was_given_up_is_not_sent(w: World) -> None:
     assert not w.state.instances, "its node is lost"
     w.deliver()
     assert not agent.instances
-    w.hear()
+    w.report()
     w.demand("a")
     assert len(agent.instances) == 1
 
@@ -72,7 +72,7 @@ def test_a_resumption_that_waits_for_its_node_is_not_cancelled(w: World) -> None
     w.can_suspend(running)
     w.sleep("a")
     agent.finish_stops()
-    w.hear()
+    w.report()
     assert running.state.parked
     w.undelivered = []
     w.demand("a")
@@ -133,7 +133,7 @@ def test_a_suspended_instance_whose_resumption_was_refused_is_gone_with_its_proc
     w.can_suspend(running)
     w.sleep("a")
     agent.finish_stops()
-    w.hear()
+    w.report()
     w.undelivered = []
     w.demand("a")
     (resumption,) = [e for e in w.undelivered if isinstance(e, SendResume)]

@@ -143,7 +143,7 @@ def removed(w: World) -> None:
 def fails(w: World, index: int) -> None:
     stage = next(r for r in w.of("m") if r.group is not None and r.group.index == index)
     stage.state, stage.error = InstanceState.FAILED, EngineFailed("it ended").body()
-    w.hear()
+    w.report()
 
 
 def first_fails(w: World) -> None:
@@ -167,13 +167,13 @@ def drained(w: World) -> None:
 def asleep(w: World) -> None:
     for r in w.of("m"):
         r.active, r.idle_since = 0, w.now
-    w.hear()
+    w.report()
     w.sleep("m")
 
 
 def silent(w: World) -> None:
     w.now += 30
-    w.hear("n1")
+    w.report("n1")
     w.tick(nodes_report=False)
 
 
@@ -207,7 +207,7 @@ def test_new_leader_makes_the_promises_again_from_the_plan() -> None:
     before = promised(w)
     w.change_leader()
     assert promised(w) == before, "before any node has reported"
-    w.hear()
+    w.report()
     w.tick()
     assert promised(w) == before
     assert {s.node for s in w.state.later_stages.values()} == {"n1"}

@@ -35,7 +35,7 @@ def two(w: World, **second: Any) -> Running:
 def test_start_is_sent_once_its_victim_is_draining(w: World) -> None:
     victim = two(w, **HOSTED, priority=3)
     assert not w.starts("b"), "its node has not reported yet that the victim drains"
-    w.hear()
+    w.report()
     assert victim.state is DRAINING
     (start,) = w.starts("b")
     assert (start.command.wait_ms, start.command.priority) == (10_000, 3)
@@ -52,16 +52,16 @@ def test_start_is_sent_once_its_victim_is_draining(w: World) -> None:
 def test_not_while_the_victim_serves(w: World) -> None:
     victim = two(w, **HOSTED)
     victim.active = 1
-    w.hear()
+    w.report()
     assert not w.starts("b")
     victim.active = 0
-    w.hear()
+    w.report()
     assert len(w.starts("b")) == 1
 
 
 def test_weights_are_not_fetched_into_memory_of_a_victim(w: World) -> None:
     two(w)
-    w.hear()
+    w.report()
     assert not w.starts("b")
     assert [e.command.card.name for e in w.sent(SendPrepare)] == ["a"]
     w.finish_stops()
@@ -93,7 +93,7 @@ def test_shared_start_is_sent_with_the_stop_of_an_idle_victim(w: World) -> None:
     assert victim.state is DRAINING
     booked = booking_of(w.state, "n1", "cpu:0")
     assert booked.held_bytes > booked.budget_bytes >= booked.held_bytes - booked.leaving_bytes
-    w.hear()
+    w.report()
     assert w.agents["n1"].instances[start.command.instance_id].state is PREPARING, "it waits"
     w.finish_stops()
     w.get_ready("b")
@@ -104,12 +104,12 @@ def test_shared_start_is_sent_with_the_stop_of_an_idle_victim(w: World) -> None:
 def test_shared_start_is_not_sent_while_its_victim_serves(w: World) -> None:
     victim = two_shared(w)
     victim.active = 1
-    w.hear()
+    w.report()
     w.demand("b", oldest_wait_ms=int(w.policy.preempt_after_s * 1e3) + 500)
     assert victim.state is DRAINING
     assert not w.starts("b")
     victim.active = 0
-    w.hear()
+    w.report()
     assert len(w.starts("b")) == 1
 
 
@@ -136,7 +136,7 @@ def test_shared_start_is_stopped_if_its_victim_is_in_use_after_all(w: World) -> 
 def test_starts_do_not_wait_on_the_node_if_grant_wait_is_off() -> None:
     w = World(policy=Policy(grant_wait_s=0.0))
     two(w, **HOSTED)
-    w.hear()
+    w.report()
     assert not w.starts("b")
     w.finish_stops()
     assert [s.command.wait_ms for s in w.starts("b")] == [0]
@@ -146,7 +146,7 @@ def test_the_next_in_line_does_not_count_on_the_same_bytes(w: World) -> None:
     two(w, **HOSTED)
     w.model("c", **HOSTED)
     w.demand("c")
-    w.hear()
+    w.report()
     assert (len(w.starts("b")), len(w.starts("c"))) == (1, 0)
 
 
@@ -156,9 +156,9 @@ def test_start_whose_grant_timed_out_is_not_a_model_failure(w: World) -> None:
     The node reports it in its status; the scheduler places the model again, as after a refusal.
     """
     two(w, **HOSTED)
-    w.hear()
+    w.report()
     w.now += 10.0
-    w.hear()
+    w.report()
     assert w.agents["n1"].instances[w.starts("b")[0].command.instance_id].state is FAILED
     assert not w.state.failures
     assert w.state.models["b"].error is None
@@ -174,7 +174,7 @@ def test_loader_out_of_memory_is_a_failed_start(w: World) -> None:
     The start is retried once; then the waiting requests fail.
     """
     two(w, **HOSTED)
-    w.hear()
+    w.report()
     w.finish_stops()
     w.fail("b", no_room(None))
     assert w.state.failures["b"].attempts == 1
@@ -197,7 +197,7 @@ def resuming(w: World) -> Running:
     w.demand("b")
     assert w.sent(SendStop)
     assert not w.sent(SendResume)
-    w.hear()
+    w.report()
     assert [e.command.wait_ms for e in w.sent(SendResume)] == [10_000]
     assert running.state is SUSPENDED
     return running

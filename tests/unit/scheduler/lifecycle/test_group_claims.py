@@ -46,11 +46,11 @@ def test_victims_leave_the_devices_of_all_stages_and_the_stages_start_together()
     assert (chosen.ready_by, chosen.clearing, len(chosen.victims)) == ("pipeline", "evict", 2)
     assert "once these have left" in w.state.last_plan_of("m").reason  # type: ignore[union-attr]
     w.agents["n0"].finish_stops()
-    w.hear()
+    w.report()
     assert not w.starts("m"), "one device alone starts no stage"
     assert all(claimed(w))
     w.agents["n1"].finish_stops()
-    w.hear()
+    w.report()
     assert sorted(s.node for s in w.starts("m")) == ["n0", "n1"]
     assert claimed(w) == [0, 0]
 
@@ -117,7 +117,7 @@ def test_claims_of_groups_with_devices_in_common_all_start() -> None:
     for _ in range(3):
         for node in ("n2", "n0", "n1"):
             w.agents[node].finish_stops()
-            w.hear(node)
+            w.report(node)
     assert [len(w.starts(name)) for name in ("x", "y", "z")] == [2, 2, 2]
 
 
@@ -126,11 +126,11 @@ def test_claim_leaves_the_memory_that_an_older_group_waits_for() -> None:
     w.demand("m")
     w.model("small", weights=20 * MIB)
     w.agents["n0"].finish_stops()
-    w.hear("n0")
+    w.report("n0")
     w.demand("small")
     assert not w.starts("small"), "the bytes that are free on n0 are promised"
     w.agents["n1"].finish_stops()
-    w.hear("n1")
+    w.report("n1")
     assert len(w.starts("m")) == 2
 
 
@@ -163,7 +163,7 @@ def test_new_leader_places_a_waiting_group_again() -> None:
     w = make()
     w.demand("m")
     w.change_leader()
-    w.hear()
+    w.report()
     w.demand("m")
     w.finish_stops()
     w.tick(1)

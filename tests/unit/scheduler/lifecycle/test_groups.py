@@ -52,7 +52,7 @@ def test_every_device_is_booked_for_its_stage_alone() -> None:
     w = started()
     booked = [booking_of(w.state, s.node, "cpu:0").held_bytes for s in w.starts("m")]
     assert booked == [s.command.reserve_bytes for s in w.starts("m")]
-    w.hear()
+    w.report()
     assert [booking_of(w.state, s.node, "cpu:0").held_bytes for s in w.starts("m")] == booked, "reported bytes count once"
 
 
@@ -93,7 +93,7 @@ def forget_stages(w: World) -> None:
 
 def end(w: World, running: Running, state: InstanceState, error: ErrorBody | None = None) -> None:
     running.state, running.error = state, error
-    w.hear()
+    w.report()
 
 
 def test_later_stage_that_fails_during_the_start_ends_the_group_which_is_placed_again() -> None:

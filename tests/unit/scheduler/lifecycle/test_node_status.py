@@ -41,12 +41,12 @@ def test_an_unknown_instance_is_adopted_if_wanted(w: World) -> None:
     heir = World(epoch=2)
     heir.model("a")
     heir.agents["n1"] = agent
-    heir.hear()
+    heir.report()
     assert heir.demand("a").outlook == "ready"
     assert not heir.starts("a")
     stranger = World(epoch=2)
     stranger.agents["n1"] = agent
-    stranger.hear()
+    stranger.report()
     assert agent.instances[next(iter(agent.instances))].state is DRAINING
 
 
@@ -58,14 +58,14 @@ def test_a_load_that_requests_have_joined_is_kept(w: World, is_reported: bool) -
     w.demand("a")
     [running] = agent.instances.values()
     running.state, running.accepts_requests, running.active = InstanceState.LOADING, True, int(is_reported)
-    w.hear()
+    w.report()
     w.demand("a", waiting=0, in_flight=0 if is_reported else 1)
     w.tick(1)
-    w.hear()
+    w.report()
     assert running.state is InstanceState.LOADING
     running.active = 0
     w.demand("a", waiting=0)
-    w.hear()
+    w.report()
     w.tick(1)
     assert running.state is DRAINING
 
@@ -77,9 +77,9 @@ def test_vanished_instance_is_replaced(w: World) -> None:
     w.tick(1)
     agent.instances.clear()
     agent.boot, agent.seq = "boot-2", 0
-    w.hear()
+    w.report()
     w.now += 5
-    w.hear()
+    w.report()
     assert not w.state.instances
     w.demand("a")
     assert len(w.starts("a")) == 2
@@ -92,7 +92,7 @@ def test_silent_node_is_lost_and_its_instances_readopted(w: World) -> None:
     w.tick(6, nodes_report=False)
     assert not w.state.instances
     assert w.demand("a").outlook == "waiting"
-    w.hear()
+    w.report()
     assert w.demand("a").outlook == "ready"
     assert len(agent.instances) == len(w.starts("a")) == 1
 
@@ -106,14 +106,14 @@ def test_lost_node_is_removed_by_command_and_added_again_when_it_reports(w: Worl
     assert refused.code == "conflict"
     assert "thaw node drain n1" in refused.message
     w.tick(6, nodes_report=False)
-    w.hear("n2")
+    w.report("n2")
     assert isinstance(w.change_node("n1", "remove"), Done)
     assert set(w.state.nodes) == set(w.state.presence) == {"n2"}
     assert "n1" not in w.state.loaders
     w.demand("a")
     assert w.starts("a")[-1].node == "n2"
     assert w.change_node("n1", "remove").code == "not_found"
-    w.hear("n1")
+    w.report("n1")
     assert set(w.state.nodes) == {"n1", "n2"}
 
 
@@ -123,12 +123,12 @@ def test_replaced_instance_is_stopped_when_its_node_returns(w: World) -> None:
     w.up("a")
     w.node("n2")
     w.now += 6
-    w.hear("n2")
+    w.report("n2")
     w.tick(nodes_report=False)
     w.demand("a")
-    w.hear("n2")
+    w.report("n2")
     assert [s.node for s in w.starts("a")] == ["n1", "n2"]
-    w.hear("n1")
+    w.report("n1")
     assert [r.state for r in w.agents["n1"].instances.values()] == [DRAINING]
 
 
@@ -171,7 +171,7 @@ def test_a_node_silent_for_a_day_is_forgotten(w: World) -> None:
     assert set(w.state.nodes) == set(w.state.presence) == {"n2"}
     assert {b.node for b in w.state.bookings.values()} == {"n2"}
     w.agents["n1"] = agent
-    w.hear("n1")
+    w.report("n1")
     assert set(w.state.nodes) == {"n1", "n2"}
 
 
@@ -207,9 +207,9 @@ def test_instance_that_its_node_drained_and_kept_serves_again(w: World) -> None:
     running = w.up("a")
     w.tick(6, nodes_report=False)
     running.state = DRAINING
-    w.hear()
+    w.report()
     running.state = InstanceState.READY
-    w.hear()
+    w.report()
     assert w.demand("a").outlook == "ready"
     assert len(w.starts("a")) == 1
     w.demand("a", waiting=0)

@@ -21,7 +21,7 @@ def suspended(w: World, *, moves_to: tuple[str, ...], left: int = 0) -> Running:
     running = w.up("a")
     w.can_suspend(running, left=left)
     running.suspension = running.suspension.model_copy(update={"way": "cuda", "moves_to": moves_to})
-    w.hear()
+    w.report()
     w.sleep("a")
     w.finish_stops()
     assert running.state is SUSPENDED
@@ -32,7 +32,7 @@ def occupy(w: World, model: str, device: str) -> None:
     w.model(model, placement={"devices": [device]})
     busy = w.up(model)
     busy.active = 1
-    w.hear()
+    w.report()
     assert busy.command.device_ids == (device,)
 
 

@@ -50,7 +50,7 @@ def test_sleep_during_a_resume_does_not_stop_the_instance(w: World) -> None:
     running = asleep(w)
     w.demand("a", 1)
     assert running.state is InstanceState.RESUMING
-    w.hear()
+    w.report()
     w.demand("a", 0)
     before = len(w.sent(SendSuspend))
     w.sleep("a")
@@ -69,7 +69,7 @@ def test_victim_that_its_node_has_not_assessed_is_suspended(w: World) -> None:
     w.model("b")
     running = w.up("a")
     running.suspension = Suspension(assessed=False)
-    w.hear()
+    w.report()
     w.demand("b", 1)
     assert [e.command.instance_id for e in w.sent(SendSuspend)] == [running.command.instance_id]
     assert not w.sent(SendStop)
@@ -261,7 +261,7 @@ def test_death_of_a_suspended_instance_is_not_a_model_failure(w: World) -> None:
     w.node()
     running = asleep(w)
     running.state = InstanceState.FAILED
-    w.hear()
+    w.report()
     assert w.state.of_model("a") == []
     assert w.state.models["a"].error is None
     assert "a" not in w.state.failures
@@ -285,7 +285,7 @@ def test_new_leader_adopts_suspended_instances(w: World) -> None:
     w.state.by_model.clear()
     w.state.by_node.clear()
     w.state.by_device.clear()
-    w.hear()
+    w.report()
     assert [i.state for i in w.state.of_model("a")] == [SUSPENDED]
     w.demand("a")
     assert running.state is InstanceState.RESUMING

@@ -44,7 +44,7 @@ def serving(w: World, active: int = 1) -> list[Running]:
     group = group_of(w)
     assert len(group) == 2
     group[0].active = active
-    w.hear()
+    w.report()
     return group
 
 
@@ -219,7 +219,7 @@ def test_failed_start_leaves_the_group_and_is_retried_elsewhere_with_back_off() 
             nodes.append(node_of(one, w))
             times.append(w.now)
             one.state, one.error = InstanceState.FAILED, EngineFailed("it failed").body()
-            w.hear()
+            w.report()
         later(w, 0.5)
         if len(times) == 4:
             break
@@ -241,7 +241,7 @@ def test_group_dies_while_the_whole_instance_starts() -> None:
     for r in group:
         r.state, r.error, r.active = InstanceState.FAILED, EngineFailed("a stage is gone").body(), 0
     w.demand("m", 1)
-    w.hear()
+    w.report()
     w.tick(0.5)
     assert whole(w, LOADING) == [one], "its requests wait for the instance that starts"
     assert not w.state.migrations
@@ -268,7 +268,7 @@ def test_new_leader_continues() -> None:
     later(w)
     w.change_leader()
     for _ in range(3):
-        w.hear()
+        w.report()
     later(w, 10.0)
     assert len(whole(w, LOADING)) == 1, "the start of the last leader is the destination"
     w.get_ready("m")

@@ -25,7 +25,7 @@ from tests.unit.scheduler.world import Running, World
 def serving(world: World, model: str = "a", active: int = 2) -> Running:
     running = world.up(model)
     running.active = active
-    world.hear()
+    world.report()
     return running
 
 
@@ -88,7 +88,7 @@ def test_existing_ready_instance_is_used_as_destination(world: World) -> None:
     world.get_ready("a")
     source, there = world.of("a", InstanceState.READY)
     source.active = 1
-    world.hear()
+    world.report()
     waiter = ask(world, source, request_id="q")
     (record,) = orders(world)
     assert record.instance_id == there.command.instance_id
@@ -147,7 +147,7 @@ def test_migration_of_an_unmovable_instance_is_refused(world: World) -> None:
 def test_an_operator_s_migration_without_room_is_refused(world: World) -> None:
     source = serving(world)
     world.agents[other(world, source)].budget = 0
-    world.hear()
+    world.report()
     answer = world.answer(ask(world, source, node=other(world, source)))
     assert answer.code == "insufficient_memory"
     assert world.state.migrations == {}
@@ -158,7 +158,7 @@ def test_destination_that_fails_to_start_is_reported(world: World) -> None:
     waiter = ask(world, source)
     for r in world.of("a", InstanceState.LOADING):
         r.state, r.error = InstanceState.FAILED, ErrorBody(code="engine_failed", message="no libraries")
-    world.hear()
+    world.report()
     world.tick(0.25)
     assert "no libraries" in world.answer(waiter).message
 
@@ -211,7 +211,7 @@ def test_drain_waits_for_room_until_its_timeout(world: World) -> None:
     source = serving(world)
     here, there = node_of(world, source.command.instance_id), other(world, source)
     world.agents[there].budget = 0
-    world.hear()
+    world.report()
     world.change_node(here, "drain")
     for _ in range(20):
         world.tick(0.5)
@@ -342,7 +342,7 @@ def test_migration_destination_is_not_evicted(world: World) -> None:
     world.get_ready("a")
     for name, agent in world.agents.items():
         agent.budget = agent.reserved("cpu:0") if name == to else 0
-    world.hear()
+    world.report()
     world.tick(5.0)
     world.model("b")
     world.demand("b")

@@ -48,7 +48,7 @@ def test_the_executor_stays_booked_without_an_instance(w: World) -> None:
     need_of_shared(w)
     running = w.up("a")
     running.stopped, running.state = True, InstanceState.STOPPED
-    w.hear()
+    w.report()
     booked = booking_of(w.state, "n1", "cpu:0")
     assert (booked.held_bytes, booked.executor_bytes) == (need.executor, need.executor)
 

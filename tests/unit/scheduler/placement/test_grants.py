@@ -62,7 +62,7 @@ def test_devices_without_room_are_not_granted(w: World) -> None:
         w.get_ready(name)
     taken = {r.command.device_ids[0] for name in "bc" for r in w.of(name)}
     w.agents["n1"].budget = need.executor + need.total
-    w.hear()
+    w.report()
     w.demand("d")
     [start] = w.starts("d")
     assert not taken & {*start.command.device_ids, *start.command.grant}
@@ -122,7 +122,7 @@ def test_a_report_without_a_binding_moves_no_booking(w: World) -> None:
     shared_models(w, "a")
     w.demand("a")
     [start] = w.starts("a")
-    w.hear()
+    w.report()
     [instance] = w.state.instances.values()
     assert instance.device_ids == start.command.device_ids
 

@@ -116,7 +116,7 @@ class Traffic:
     def _report_load(self, *, every: bool) -> None:
         load = [(r.command.instance_id, r.state, r.active) for agent in self.w.agents.values() for r in agent.instances.values()]
         if every or load != self.load:
-            self.w.hear()
+            self.w.report()
         self.load = load
 
     def _report_demand(self, *, every: bool) -> None:
@@ -182,13 +182,13 @@ def used_just_now(ahead_s: float, used_by: KeyDemand, *, idle_s: float = 0.2, st
     (r,) = w.agents["n"].instances.values()
     w.now += start_s
     r.state, r.active = InstanceState.READY, 1
-    w.hear()
+    w.report()
     w.demand("used", 0, gateway="g")
     w.now += 10.0
     r.active, r.completed, r.idle_since = 0, 5, w.now
     w.now += idle_s
     apply(w.state, [Put(KeyShare(used_by.flow, used_by.priority, 100.0 + ahead_s)), Put(KeyShare("b", 0, 100.0))])
-    w.hear()
+    w.report()
     return w
 
 

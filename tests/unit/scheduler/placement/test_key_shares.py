@@ -215,7 +215,7 @@ def compete(w: World, keys: dict[str, KeyDemand], seconds: float, ends_after: fl
                 if r.state is InstanceState.READY:
                     served[model] += step
             agent.finish_stops()
-        w.hear()
+        w.report()
         wanted = {m: [k] for m, k in keys.items() if not w.of(m, InstanceState.READY, InstanceState.DRAINING)}
         for model in keys:
             waited[model] = waited[model] + step if model in wanted else 0.0

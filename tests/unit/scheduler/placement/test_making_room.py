@@ -27,7 +27,7 @@ def serve(w: World, popular: Running, rare: Running, *, more: int) -> None:
     popular.completed, popular.idle_since = popular.completed + more, w.now
     w.tick(2)
     rare.completed, rare.idle_since = 2, w.now
-    w.hear()
+    w.report()
 
 
 def test_5_memory_of_a_stopping_instance_is_claimed(w: World) -> None:
@@ -39,7 +39,7 @@ def test_5_memory_of_a_stopping_instance_is_claimed(w: World) -> None:
     assert not w.starts("c")
     assert not w.stops("b")
     w.agents["n1"].finish_stops()
-    w.hear()
+    w.report()
     assert len(w.starts("c")) == 1
 
 
@@ -55,7 +55,7 @@ def test_6_longest_idle_instance_is_evicted_and_the_start_waits_for_its_memory(w
     assert not w.starts("c"), "its bytes are not free yet"
     w.demand("b")
     agent.finish_stops()
-    w.hear()
+    w.report()
     assert len(w.starts("c")) == 1
 
 
@@ -75,7 +75,7 @@ def test_6_rates_of_requests_are_measured_again_after_a_change_of_leaders(w: Wor
     popular = w.up("a")
     w.tick(280)
     w.change_leader()
-    w.hear()
+    w.report()
     rare = w.up("b", served=0)
     serve(w, popular, rare, more=20)
     w.demand("c")
@@ -159,7 +159,7 @@ def test_7_request_that_waits_too_long_may_preempt_a_serving_instance(w: World) 
     assert not w.starts("c")
     a.active = b.active = 0
     w.agents["n1"].finish_stops()
-    w.hear()
+    w.report()
     assert len(w.starts("c")) == 1
 
 
@@ -261,5 +261,5 @@ def test_6_an_extra_replica_evicts_an_instance_without_demand(w: World) -> None:
         w.demand("a", 6, in_flight=4)
     assert [s.command.only_if_idle for s in w.stops("b")] == [True]
     agent.finish_stops()
-    w.hear()
+    w.report()
     assert len(w.starts("a")) == 2

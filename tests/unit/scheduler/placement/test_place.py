@@ -86,7 +86,7 @@ def test_3_model_that_can_never_fit_fails_immediately(w: World) -> None:
 
 def test_the_loader_receives_the_gpu_of_the_builtin_engine(w: World) -> None:
     w.node().devices = ("cuda:0",)
-    w.hear("n1")
+    w.report("n1")
     w.model("a")
     w.demand("a")
     assert [s.command.device for s in w.sent(SendPrepare)] == ["cuda:0"]

@@ -124,7 +124,7 @@ def test_small_model_behind_many_large_ones_is_placed_once_it_has_room() -> None
     for name in ("a", "b"):
         w.model(name)
         w.up(name).active = 1
-    w.hear()
+    w.report()
     large = [f"large{n}" for n in range(2 * EXAMINED)]
     for name in large:
         w.model(name, 500 * MIB, priority=10)
@@ -149,7 +149,7 @@ def test_first_of_many_waiting_models_takes_the_room() -> None:
     w.node("n", ONE)
     w.model("a")
     w.up("a").active = 1
-    w.hear()
+    w.report()
     names = [f"m{n}" for n in range(2 * EXAMINED)]
     for name in names:
         w.model(name, priority=10 if name == names[-1] else 0)

@@ -141,7 +141,7 @@ def test_measured_time_per_token_allows_the_next_start_to_be_a_group() -> None:
     running = w.up("m")
     assert chosen(w).stages == 1, "not measured yet"
     running.active = 1
-    w.hear()
+    w.report()
     for _ in range(3):
         running.generated += 50
         w.tick(1)

@@ -63,7 +63,7 @@ def test_from_sleep_and_from_a_snapshot(w: World, state: InstanceState, way: str
     w.sleep("m")
     w.agents["n1"].finish_stops()
     running.state = state
-    w.hear()
+    w.report()
     w.demand("m")
     found = chosen(w, "m")
     assert (found.ready_by, found.way) == (way, "restore")
@@ -113,7 +113,7 @@ def test_preemption_of_a_serving_instance_is_predicted(w: World) -> None:
     w.model("serves")
     w.up("serves").active = 2
     w.policy = replace(w.policy, capabilities=frozenset({"preempt"}))
-    w.hear()
+    w.report()
     w.model("m")
     w.demand("m")
     assert not w.starts("m")

@@ -15,7 +15,7 @@ def world(nodes: dict[str, str] | None = None) -> World:
     for name, zone in (nodes or ZONES).items():
         agent = w.node(name, 2000 * MIB)
         agent.labels = {"zone": zone}
-        w.hear(name)
+        w.report(name)
     return w
 
 

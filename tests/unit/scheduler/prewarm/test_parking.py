@@ -25,7 +25,7 @@ def able(w: World, budget: int = 1000 * MIB, name: str = "n1", **more: Any) -> A
     agent.capabilities, agent.snapshot_budget = (ABLE,), 10_000 * MIB
     for key, value in more.items():
         setattr(agent, key, value)
-    w.hear()
+    w.report()
     return agent
 
 
@@ -82,7 +82,7 @@ def test_models_without_park_are_not_started(w: World) -> None:
 def test_priority_then_the_smallest_first_two_at_a_time(w: World) -> None:
     able(w, 4000 * MIB)
     w.agents["n1"].capabilities = ()
-    w.hear()
+    w.report()
     for name, weights, priority in (("big", 300, 0), ("small", 50, 0), ("first", 200, 5), ("middle", 100, 0)):
         w.model(name, weights * MIB, park=True, priority=priority)
     w.agents["n1"].capabilities = (ABLE,)
@@ -264,7 +264,7 @@ def test_model_that_dies_while_parked_is_parked_again_a_limited_number_of_times(
         park(w)
         for r in w.of("a", SUSPENDED):
             r.state = InstanceState.FAILED
-        w.hear()
+        w.report()
     assert len(w.starts("a")) == 3
 
 

@@ -12,15 +12,19 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import SecretStr
+from pydantic import SecretStr, TypeAdapter
 
+from services.gateway.adapters import idempotency_store, usage_meter
 from services.gateway.app import app
+from services.gateway.idempotency import abandoned, idempotent_request
 from services.gateway.settings import GatewaySettings
 from shared.contracts import subjects
 from shared.contracts.admin import ADMIN_REQUEST, AddModels, AdminRequest, ClusterView, ModelsAdded
 from shared.contracts.base import Done, Message
 from shared.contracts.models import ModelCard
+from shared.contracts.usage import ReportUsage
 from shared.ports import free_port
+from tests.integration.gateway.usage_ledger import Ledger
 from tests.support.fake_engine import FakeNode, card_of
 from tests.support.nats_accounts import NatsAccount, NatsAccounts
 from tests.support.servers import NatsServer
@@ -178,3 +182,37 @@ async def scheduler(node: FakeNode) -> Scheduler:
     found = Scheduler()
     await node.mesh.respond(subjects.ADMIN, ADMIN_REQUEST, found.answer).start()
     return found
+
+
+@pytest.fixture
+async def guarded(node: FakeNode, serve: ServeFn) -> AsyncIterator[Served]:
+    async with serve(admin_key="root") as served:
+        await until_listed(served, CARDS)
+        yield served
+
+
+@pytest.fixture
+async def pair(node: FakeNode, serve: ServeFn) -> AsyncIterator[tuple[Served, Served]]:
+    async with serve(admin_key="root") as one, serve(admin_key="root") as two:
+        await until_listed(one, CARDS)
+        await until_listed(two, CARDS)
+        yield one, two
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use leases of one second instead of five."""
+    for module in (idempotent_request, abandoned):
+        monkeypatch.setattr(module, "LEASE_S", 1.0)
+    monkeypatch.setattr(idempotency_store, "RENEW_S", 0.25)
+    monkeypatch.setattr(idempotent_request, "RENEW_S", 0.25)
+
+
+@pytest.fixture
+async def ledger(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ledger]:
+    monkeypatch.setattr(usage_meter, "REPORT_INTERVAL_S", 0.05)
+    ledger = Ledger()
+    await node.mesh.respond(subjects.USAGE, TypeAdapter(ReportUsage), ledger.record).start()
+    await node.mesh.flush()
+    yield ledger
+    assert len(ledger.alone) == len(set(ledger.alone)), "only one gateway took over"

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +9,10 @@ import pytest
 
 from services.gateway.authorization import hash_key
 from shared.contracts import subjects
+from tests.integration.gateway.api_keys import ADMIN
+from tests.integration.gateway.command_line import output_of, thaw
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.support.fake_engine import FakeNode
-
-ADMIN = {"authorization": "Bearer root"}
-
-
-@pytest.fixture
-async def guarded(node: FakeNode, serve: ServeFn) -> AsyncIterator[Served]:
-    async with serve(admin_key="root") as served:
-        await until_listed(served, CARDS)
-        yield served
-
-
-async def thaw(served: Served, *arguments: str) -> tuple[int | None, Any]:
-    """Run the command line against a gateway; return its status and its document."""
-    status, out = await _run(served, *arguments, "--json")
-    return status, json.loads(out)
-
-
-async def output_of(served: Served, *arguments: str) -> str:
-    """Return the output of a command in one line."""
-    return " ".join((await _run(served, *arguments))[1].split())
-
-
-async def _run(served: Served, *arguments: str) -> tuple[int | None, str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("THAW_")}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "thaw.cli.app",
-        *arguments,
-        env=environment | {"THAW_URL": served.base, "THAW_ADMIN_KEY": "root"},
-        stdout=asyncio.subprocess.PIPE,
-    )
-    out, _ = await process.communicate()
-    return process.returncode, out.decode()
 
 
 async def opens(served: Served, path: str, key: str | None) -> bool:

@@ -11,52 +11,26 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import httpx
 import openai
 import pytest
-from openai.types import Batch
 
 from services.gateway.adapters.batch_store import BatchStore
 from services.gateway.adapters.file_store import FileStore
 from services.gateway.domain.batches.owner_state import FileBounds, OwnerState, StoredFile, add_file
 from shared.contracts import subjects
 from shared.ports import free_port
+from tests.integration.gateway.batches import CHAT, ended, jsonl, line, start
+from tests.integration.gateway.clients import openai_client
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
-from tests.integration.gateway.test_process import answers, spawn
-from tests.integration.gateway.test_responses import client_of
+from tests.integration.gateway.gateway_process import answers, spawn
 from tests.support.fake_engine import WORDS, FakeNode, Run, hang, speak
 from tests.support.nats_accounts import NatsAccount
 from tests.support.servers import NatsServer
 
 TEXT = "".join(WORDS)
-CHAT: Final = "/v1/chat/completions"
-ENDED = ("completed", "failed", "expired", "cancelled")
-
-
-def line(number: int, **fields: Any) -> dict[str, Any]:
-    return {"custom_id": f"r{number}", "method": "POST", "url": CHAT, "body": chat(user=str(number))} | fields
-
-
-def jsonl(*lines: Any) -> bytes:
-    return b"".join((text if isinstance(text, bytes) else json.dumps(text).encode()) + b"\n" for text in lines)
-
-
-async def start(client: openai.AsyncOpenAI, content: bytes, endpoint: Any = CHAT) -> Batch:
-    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
-    return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
-
-
-async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
-    found = [batch]
-
-    async def has_ended() -> bool:
-        found[0] = await client.batches.retrieve(batch.id)
-        return found[0].status in ENDED
-
-    await until(has_ended)
-    return found[0]
 
 
 async def results(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
@@ -66,7 +40,7 @@ async def results(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[
 
 @pytest.fixture
 async def client(gateway: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         yield client
 
 
@@ -140,7 +114,7 @@ async def test_faulty_input_fails_the_whole_batch(
 
 async def test_files_and_batches_belong_to_their_key(gateway: Served, node: FakeNode) -> None:
     await node.engine("alpha")
-    async with client_of(gateway, "theirs") as theirs, client_of(gateway, "mine") as mine:
+    async with openai_client(gateway, "theirs") as theirs, openai_client(gateway, "mine") as mine:
         batch = await ended(theirs, await start(theirs, jsonl(line(0))))
         file_id = batch.output_file_id or ""
         for call in (mine.files.retrieve, mine.files.content, mine.files.delete):
@@ -199,7 +173,7 @@ async def test_limits_of_a_key(node: FakeNode, serve: ServeFn) -> None:
     await node.engine("alpha", hang)
     async with serve(files_per_key=3, max_file_bytes=200_000, files_bytes_per_key=250_000, batches_per_key=1) as gateway:
         await until_listed(gateway, CARDS)
-        async with client_of(gateway) as client:
+        async with openai_client(gateway) as client:
             client = client.with_options(max_retries=0)
             with pytest.raises(openai.APIStatusError) as refused:
                 await client.files.create(file=("f", b"x" * 200_001), purpose="batch")
@@ -221,7 +195,7 @@ async def test_limits_of_a_key(node: FakeNode, serve: ServeFn) -> None:
                     await client.files.create(file=("f", b"x" * size), purpose="batch")
             await client.files.delete(stored.id)
             await client.files.create(file=("f", b"x"), purpose="batch")
-            async with client_of(gateway, "other") as other:
+            async with openai_client(gateway, "other") as other:
                 await other.files.create(file=("f", whole), purpose="batch")
     names = await (await node.mesh.nc.jetstream().key_value(subjects.FILES_BUCKET)).keys()
     assert stored.id not in {name.split(".")[1] for name in names}
@@ -268,7 +242,7 @@ async def test_a_batch_whose_model_is_busy_does_not_hold_up_batches_of_others(no
     await node.engine("vectors")
     async with serve(batch_concurrency=4) as gateway:
         await until_listed(gateway, CARDS)
-        async with client_of(gateway) as client:
+        async with openai_client(gateway) as client:
             busy = await start(client, jsonl(*(line(i) for i in range(10))))
             await engine.until(lambda: len(engine.requests) == 2)
             asked = line(0, url="/v1/embeddings", body={"model": "vectors", "input": "x"})
@@ -395,13 +369,13 @@ async def test_batch_fails_if_its_input_is_lost(node: FakeNode, serve: ServeFn) 
     engine = await node.engine("alpha", hang)
     async with serve() as gateway:
         await until_listed(gateway, CARDS)
-        async with client_of(gateway) as client:
+        async with openai_client(gateway) as client:
             begun = await start(client, jsonl(line(0)))
             await engine.until(lambda: len(engine.requests) == 1)
     await node.mesh.nc.jetstream().purge_stream(f"KV_{subjects.FILES_BUCKET}")
     async with serve() as gateway:
         await until_listed(gateway, CARDS)
-        async with client_of(gateway) as client:
+        async with openai_client(gateway) as client:
             batch = await ended(client, begun)
     assert batch.status == "failed"
     assert batch.errors is not None
@@ -412,7 +386,7 @@ async def test_requests_that_the_window_leaves_over_are_listed(node: FakeNode, s
     engine = await node.engine("alpha", hang)
     async with serve() as gateway:
         await until_listed(gateway, CARDS)
-        async with client_of(gateway) as client:
+        async with openai_client(gateway) as client:
             begun = await start(client, jsonl(line(0), line(1)))
             await engine.until(lambda: len(engine.requests) == 2)
     bucket = await node.mesh.nc.jetstream().key_value(subjects.BATCHES_BUCKET)
@@ -423,7 +397,7 @@ async def test_requests_that_the_window_leaves_over_are_listed(node: FakeNode, s
     await bucket.put(owner, state.model_copy(update={"batches": (yesterday,)}).model_dump_json().encode())
     async with serve() as gateway:
         await until_listed(gateway, CARDS)
-        async with client_of(gateway) as client:
+        async with openai_client(gateway) as client:
             expired = await ended(client, begun)
             assert expired.status == "expired"
             found = await results(client, expired.error_file_id)

@@ -17,6 +17,7 @@ from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.traces import RequestTrace, TracePage
 from shared.errors import CheckpointInvalid, EngineFailed, InsufficientMemory
 from tests.integration.gateway.conftest import Served, ServeFn, chat, until, until_listed
+from tests.integration.gateway.queues import queued
 from tests.support.fake_engine import WORDS, FakeNode, Run, card_of, drain
 from tests.support.nats_accounts import NatsAccount
 
@@ -48,11 +49,6 @@ async def test_a_full_queue_refuses_with_a_time_to_retry(gateway: Served, node: 
     assert refused.headers["x-thaw-queue-position"] == "3"
     await node.engine("beta")
     assert [a.status_code for a in await asyncio.gather(*waiting)] == [200, 200]
-
-
-async def queued(gateway: Served, model: str, count: int) -> bool:
-    text = (await gateway.http.get("/metrics")).text
-    return f'thaw_queue_length{{gen_ai_request_model="{model}"}} {count:.1f}' in text
 
 
 async def test_the_queues_time_out_is_not_to_be_retried(gateway: Served) -> None:

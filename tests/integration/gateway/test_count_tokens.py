@@ -15,14 +15,14 @@ from tokenizers import Tokenizer
 from shared.contracts import subjects
 from shared.contracts.models import ModelCard
 from shared.messaging.streams import catalog_bucket
+from tests.integration.gateway.api_keys import add_key
+from tests.integration.gateway.clients import anthropic_client
 from tests.integration.gateway.conftest import CARDS, Served, until_listed
-from tests.integration.gateway.test_key_scopes import add, pair
-from tests.integration.gateway.test_messages import HELLO, client_of
 from tests.support.fake_engine import FakeNode, Run, card_of
 from thaw.demo.tokenizer import write_tokenizer
 
-__all__ = ["pair"]
 ROUTE = "/v1/messages/count_tokens"
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 TOOL: dict[str, Any] = {"name": "f", "description": "Weather", "input_schema": {"type": "object", "properties": {}}}
 
 
@@ -46,7 +46,7 @@ async def register(gateway: Served, node: FakeNode, card: ModelCard) -> None:
 @pytest.mark.parametrize("engine", ["builtin", "llamacpp"])
 async def test_tokens_are_those_of_the_rendered_conversation(gateway: Served, node: FakeNode, model: Path, engine: str) -> None:
     await register(gateway, node, read_by_gateway(model, engine))
-    async with client_of(gateway) as client:
+    async with anthropic_client(gateway) as client:
         plain = await client.messages.count_tokens(model="counted", system="Be brief", messages=HELLO)
         with_tool = await client.messages.count_tokens(model="counted", system="Be brief", messages=HELLO, tools=[TOOL])
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -63,7 +63,7 @@ async def test_engine_with_the_route_counts_itself(gateway: Served, node: FakeNo
         await run.close()
 
     engine = await node.engine("counts", count)
-    async with client_of(gateway) as client:
+    async with anthropic_client(gateway) as client:
         assert (await client.messages.count_tokens(model="counts", messages=HELLO)).input_tokens == 42
     assert engine.requests[0].request.route == ROUTE
 
@@ -71,7 +71,7 @@ async def test_engine_with_the_route_counts_itself(gateway: Served, node: FakeNo
 async def test_refusals_have_the_form_of_the_api(gateway: Served, node: FakeNode, model: Path) -> None:
     await register(gateway, node, read_by_gateway(model))
     picture = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/a.png"}}
-    async with client_of(gateway) as client:
+    async with anthropic_client(gateway) as client:
         with pytest.raises(anthropic.NotFoundError, match="tokenizer of alpha"):
             await client.messages.count_tokens(model="alpha", messages=HELLO)
         with pytest.raises(anthropic.NotFoundError, match="absent"):
@@ -90,8 +90,8 @@ async def test_refusals_have_the_form_of_the_api(gateway: Served, node: FakeNode
 async def test_limits_and_models_of_a_key_hold(pair: tuple[Served, Served], node: FakeNode, model: Path) -> None:
     gateway, _ = pair
     await register(gateway, node, read_by_gateway(model))
-    await add(gateway, "ci", "sk-ci", requests_per_minute=1)
-    await add(gateway, "other", "sk-other", models=["beta"])
+    await add_key(gateway, "ci", "sk-ci", requests_per_minute=1)
+    await add_key(gateway, "other", "sk-other", models=["beta"])
     async with anthropic.AsyncAnthropic(base_url=gateway.base, api_key="sk-ci", max_retries=0) as client:
         raw = await client.messages.with_raw_response.count_tokens(model="counted", messages=HELLO)
         assert raw.headers["x-ratelimit-remaining-requests"] == "0"

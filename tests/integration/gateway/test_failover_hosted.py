@@ -15,8 +15,8 @@ import pytest
 
 from shared.contracts.inference import ChoiceDelta, InferData, InferEnd, InferResponse, Usage
 from tests.integration.gateway.conftest import Served
-from tests.integration.gateway.test_failover import die
-from tests.integration.gateway.test_passthrough import EVENTS, register
+from tests.integration.gateway.failover import die
+from tests.integration.gateway.hosted_models import EVENTS, register
 from tests.support.fake_engine import FakeNode, Run
 from tests.support.scripted_engine import first_of
 

@@ -16,7 +16,7 @@ from services.gateway.idempotency import abandoned, idempotent_request
 from shared.contracts import subjects
 from shared.contracts.node import InstanceState
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until_listed
-from tests.integration.gateway.test_failover import TEXT, URL, content_of, die, events, holding
+from tests.integration.gateway.failover import TEXT, URL, content_of, die, events, holding
 from tests.support.fake_engine import FakeEngine, FakeNode
 from tests.support.nats_accounts import NatsAccount
 from tests.support.scripted_engine import Script, Teller

@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+from tests.integration.gateway.api_keys import add_key
 from tests.integration.gateway.conftest import CARDS, ServeFn, chat, until, until_listed
-from tests.integration.gateway.test_key_scopes import add
 from tests.support.fake_engine import FakeNode
 
 
@@ -16,7 +16,7 @@ async def test_a_flood_of_one_key_is_refused_itself_and_another_key_is_served_fi
     async with serve(admin_key="root") as served:
         await until_listed(served, CARDS)
         for key in ("flood", "other"):
-            await add(served, key, f"sk-{key}")
+            await add_key(served, key, f"sk-{key}")
         ended: list[str] = []
 
         async def send(key: str) -> int:
@@ -46,8 +46,8 @@ async def test_a_key_asks_for_a_priority_up_to_its_own(serve: ServeFn, node: Fak
     """`beta` lets two requests wait."""
     async with serve(admin_key="root") as served:
         await until_listed(served, CARDS)
-        await add(served, "urgent", "sk-urgent", priority=5, weight=2)
-        await add(served, "plain", "sk-plain")
+        await add_key(served, "urgent", "sk-urgent", priority=5, weight=2)
+        await add_key(served, "plain", "sk-plain")
 
         async def send(key: str, priority: str) -> tuple[int, str]:
             headers = {"authorization": f"Bearer sk-{key}", "x-thaw-priority": priority}

@@ -11,11 +11,9 @@ from shared.contracts import subjects
 from shared.contracts.inference import InferRequest
 from shared.ports import free_port
 from tests.integration.gateway.conftest import CARDS, ServeFn, chat, until, until_listed
-from tests.integration.gateway.test_idempotency import KEY, TEXT, URL, claimed, entry_of
-from tests.integration.gateway.test_idempotency import impatient as impatient
-from tests.integration.gateway.test_metered_keys import Ledger, ended
-from tests.integration.gateway.test_metered_keys import ledger as ledger
-from tests.integration.gateway.test_process import answers, spawn
+from tests.integration.gateway.gateway_process import answers, spawn
+from tests.integration.gateway.idempotent_requests import KEY, TEXT, URL, claimed, ended, entry_of
+from tests.integration.gateway.usage_ledger import Ledger
 from tests.support.fake_engine import FakeNode
 from tests.support.nats_accounts import NatsAccount
 

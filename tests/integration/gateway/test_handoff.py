@@ -19,7 +19,7 @@ from shared.contracts.migration import MoveRequest, RequestMoved
 from shared.contracts.node import InstanceState
 from shared.errors import Conflict, DeadlineExceeded, InstanceDraining, InsufficientMemory, NotFound, StaleToken, ThawError
 from tests.integration.gateway.conftest import Served, chat, until
-from tests.integration.gateway.test_failover import TEXT, URL, content_of, die, holding
+from tests.integration.gateway.failover import TEXT, URL, content_of, die, holding
 from tests.support.fake_engine import Behaviour, FakeEngine, FakeNode, Run, drain
 from tests.support.scripted_engine import Script, Teller
 

@@ -6,7 +6,6 @@ Repetitions are concurrent, later, at another gateway, or after the owner's deat
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from nats.js.errors import NotFoundError
 from nats.js.kv import KeyValue
 
 from services.gateway.adapters import idempotency_store
-from services.gateway.adapters.idempotency_store import Claim, Entry, IdempotencyStore, digest
-from services.gateway.authorization import Authorizer
-from services.gateway.idempotency import abandoned, idempotent_request
+from services.gateway.adapters.idempotency_store import IdempotencyStore
 from shared.contracts import subjects
 from shared.contracts.inference import InferRequest
 from shared.contracts.node import InstanceState
@@ -25,14 +22,21 @@ from shared.errors import Conflict, EngineFailed
 from shared.messaging.streams import catalog_bucket
 from shared.ports import free_port
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
-from tests.integration.gateway.test_process import answers, spawn
-from tests.support.fake_engine import WORDS, FakeEngine, FakeNode, Run, card_of, drain, speak
+from tests.integration.gateway.gateway_process import answers, spawn
+from tests.integration.gateway.idempotent_requests import (
+    KEY,
+    NAME,
+    TEXT,
+    URL,
+    Paced,
+    claimed,
+    content,
+    entry_of,
+    hand_over,
+    taken_over,
+)
+from tests.support.fake_engine import FakeEngine, FakeNode, Run, card_of, drain, speak
 from tests.support.nats_accounts import NatsAccount
-
-URL = "/v1/chat/completions"
-TEXT = "".join(WORDS)
-KEY = {"idempotency-key": "k-1"}
-NAME = digest(Authorizer.key_hash({}).encode(), URL.encode(), b"k-1")
 
 
 async def test_the_second_request_gets_the_firsts_answer(gateway: Served, node: FakeNode) -> None:
@@ -91,49 +95,6 @@ async def test_a_failed_attempt_is_not_kept(gateway: Served, node: FakeNode) -> 
     await node.engine("alpha", once_bad)
     assert (await gateway.http.post(URL, json=chat(), headers=KEY)).status_code == 500
     assert (await gateway.http.post(URL, json=chat(), headers=KEY)).json()["choices"][0]["message"]["content"] == TEXT
-
-
-class Paced:
-    """Engine behaviour: one word, then the rest when `go` is set.
-
-    It refuses two concurrent attempts at one request.
-    """
-
-    def __init__(self, rest: str = "two") -> None:
-        self.go = asyncio.Event()
-        self.rest = rest
-        self._at: set[str] = set()
-
-    async def __call__(self, run: Run) -> None:
-        name = run.request.request_id
-        if name in self._at:
-            await run.fail(Conflict("it is running here already"))
-            return
-        self._at.add(name)
-        await run.start()
-        await run.text("one ")
-        going, leaving = asyncio.create_task(self.go.wait()), asyncio.create_task(run.cancelled.wait())
-        await asyncio.wait([going, leaving], return_when=asyncio.FIRST_COMPLETED)
-        for task in (going, leaving):
-            task.cancel()
-        if not run.cancelled.is_set():
-            await run.text(self.rest)
-            await run.finish(2)
-
-
-def content(text: str) -> str:
-    """Return the concatenated content of a stream."""
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    return "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use leases of one second instead of five."""
-    for module in (idempotent_request, abandoned):
-        monkeypatch.setattr(module, "LEASE_S", 1.0)
-    monkeypatch.setattr(idempotency_store, "RENEW_S", 0.25)
-    monkeypatch.setattr(idempotent_request, "RENEW_S", 0.25)
 
 
 async def test_a_request_without_a_key_touches_no_stream(gateway: Served, node: FakeNode) -> None:
@@ -207,26 +168,6 @@ async def test_a_killed_gateways_generation_is_joined(node: FakeNode, serve: Ser
     assert engine.cancelled == []
 
 
-async def entry_of(node: FakeNode) -> Entry | None:
-    bucket = await node.mesh.nc.jetstream().key_value(subjects.IDEMPOTENCY_BUCKET)
-    value = (await bucket.get(NAME)).value
-    return Entry.model_validate_json(value) if value else None
-
-
-async def taken_over(node: FakeNode) -> bool:
-    """True if the key's owner is another gateway than the engine responds to."""
-    entry = await entry_of(node)
-    return entry is not None and entry.owner.split(":")[0] != entry.reply.split(".")[-2]
-
-
-async def claimed(node: FakeNode, body: bytes) -> Claim:
-    """Leave a key as a gateway does that dies."""
-    dead = IdempotencyStore(node.mesh, "dead", 3600.0, 2**24)
-    claim = await dead.claim_or_get(NAME, Entry(request=digest(body), answer_id="chatcmpl-dead", created=1))
-    assert isinstance(claim, Claim)
-    return claim
-
-
 @pytest.mark.usefixtures("impatient")
 async def test_gateway_that_died_while_queueing_is_replaced(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha")
@@ -274,25 +215,6 @@ async def test_recorded_attempt_on_a_vanished_engine_is_restarted(gateway: Serve
     answer = await gateway.http.send(request)
     assert answer.json()["choices"][0]["message"]["content"] == TEXT
     assert len(engine.requests) == 1
-
-
-async def hand_over(node: FakeNode, serve: ServeFn) -> FakeEngine:
-    """Stop a gateway during a generation, which another gateway continues; return the engine."""
-    paced = Paced()
-    engine = await node.engine("alpha", paced)
-    async with serve(drain_timeout=0.2) as first, serve() as second:
-        await until_listed(first, CARDS)
-        await until_listed(second, CARDS)
-        async with first.http.stream("POST", URL, json=chat(stream=True), headers=KEY) as broken:
-            lines = broken.aiter_lines()
-            await anext(lines)
-            first.stop.set()
-            assert "shutting_down" in [line async for line in lines if line][-1]
-        again = asyncio.create_task(second.http.post(URL, json=chat(stream=True), headers=KEY))
-        await until(lambda: taken_over(node))
-        paced.go.set()
-        assert content((await again).text) == "one two"
-    return engine
 
 
 @pytest.mark.usefixtures("impatient")

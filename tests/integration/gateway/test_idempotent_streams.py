@@ -15,7 +15,7 @@ import pytest
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
 from tests.integration.gateway.conftest import Served, chat
-from tests.integration.gateway.test_idempotency import KEY, TEXT, URL, content
+from tests.integration.gateway.idempotent_requests import KEY, TEXT, URL, content
 from tests.support.fake_engine import WORDS, FakeEngine, FakeNode, Run, speak
 
 

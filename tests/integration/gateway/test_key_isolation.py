@@ -18,15 +18,14 @@ from services.gateway.adapters import key_writer
 from services.gateway.authorization import hash_key
 from shared.contracts import subjects
 from shared.contracts.keys import NewKey
+from tests.integration.gateway.api_keys import ADMIN, add_key, status_of
+from tests.integration.gateway.command_line import thaw
 from tests.integration.gateway.conftest import Served, chat
-from tests.integration.gateway.test_api_keys import ADMIN, guarded, thaw
-from tests.integration.gateway.test_key_scopes import add, status_of
 from tests.support.fake_engine import FakeNode
 from thaw.cli.api import Api
 from thaw.cli.apply import apply_keys
 from thaw.launcher.home import Home
 
-__all__ = ["guarded"]
 URL = "/v1/chat/completions"
 
 
@@ -34,7 +33,7 @@ async def test_one_idempotency_key_of_two_api_keys_gives_two_answers(guarded: Se
     engine = await node.engine("alpha")
     answers = []
     for name in ("alice", "bob"):
-        await add(guarded, name, f"sk-{name}")
+        await add_key(guarded, name, f"sk-{name}")
     for name in ("alice", "bob", "alice"):
         headers = {"authorization": f"Bearer sk-{name}", "idempotency-key": "k-1"}
         answers.append(await guarded.http.post(URL, json=chat(), headers=headers))
@@ -48,8 +47,8 @@ async def test_one_idempotency_key_of_two_api_keys_gives_two_answers(guarded: Se
 
 async def test_an_inference_key_reads_no_traces(guarded: Served, node: FakeNode) -> None:
     await node.engine("alpha")
-    await add(guarded, "alice", "sk-alice")
-    await add(guarded, "dashboard", "sk-look", scope="read-only")
+    await add_key(guarded, "alice", "sk-alice")
+    await add_key(guarded, "dashboard", "sk-look", scope="read-only")
     answer = await guarded.http.post(URL, json=chat(), headers={"authorization": "Bearer sk-alice"})
     request_id = answer.headers["x-request-id"]
     for path in ("traces", "traces/last", f"traces/{request_id}", "traces/loads/p-1"):
@@ -60,7 +59,7 @@ async def test_an_inference_key_reads_no_traces(guarded: Served, node: FakeNode)
 async def test_the_old_key_of_a_rotation_is_refused_when_the_overlap_has_ended(
     guarded: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await add(guarded, "alice", "sk-old")
+    await add_key(guarded, "alice", "sk-old")
     body = {"sha256": hash_key("sk-new"), "overlap_s": 3600}
     begun = time.time()
     assert (await guarded.http.post("/admin/v1/keys/alice/rotate", json=body, headers=ADMIN)).status_code == 200
@@ -82,7 +81,7 @@ async def test_the_old_key_of_a_rotation_is_refused_when_the_overlap_has_ended(
 
 async def test_a_change_of_the_expiry_during_a_rotation_is_the_new_keys_and_prolongs_no_overlap(guarded: Served) -> None:
     day = int(time.time()) + 24 * 3600
-    await add(guarded, "alice", "sk-old", expires=day)
+    await add_key(guarded, "alice", "sk-old", expires=day)
     body = {"sha256": hash_key("sk-new"), "overlap_s": 3600}
     assert (await guarded.http.post("/admin/v1/keys/alice/rotate", json=body, headers=ADMIN)).status_code == 200
     soon = int(time.time()) + 600
@@ -105,7 +104,7 @@ async def test_a_change_of_the_expiry_during_a_rotation_is_the_new_keys_and_prol
 
 async def test_a_change_that_cannot_be_logged_is_refused_but_a_revocation_is_made(guarded: Served, node: FakeNode) -> None:
     begun = time.time()
-    await add(guarded, "alice", "sk-alice", requests_per_minute=1000)
+    await add_key(guarded, "alice", "sk-alice", requests_per_minute=1000)
     (entry,) = (await thaw(guarded, "keys", "log"))[1]["entries"]
     assert begun <= entry["at"] <= time.time()
     assert (entry["action"], entry["key"], entry["address"]) == ("add", "alice", "127.0.0.1")
@@ -136,7 +135,7 @@ def declared(name: str, key: str, **limits: Any) -> NewKey:
 async def test_keys_of_a_file_are_added_changed_and_revoked_when_they_leave_it(guarded: Served, tmp_path: Path) -> None:
     home, api, out = Home(tmp_path / "mesh"), Api(guarded.base, "root"), io.StringIO()
     home.root.mkdir()
-    await add(guarded, "by-hand", "sk-hand")
+    await add_key(guarded, "by-hand", "sk-hand")
 
     async def apply(*keys: NewKey) -> dict[str, int | None]:
         await asyncio.to_thread(apply_keys, api, home, keys, Console(file=out))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -12,32 +11,11 @@ import pytest
 
 from services.gateway.authorization import hash_key
 from shared.messaging.buckets import BucketWatcher
-from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
-from tests.integration.gateway.test_api_keys import ADMIN, thaw
+from tests.integration.gateway.api_keys import ADMIN, add_key, status_of
+from tests.integration.gateway.clients import openai_client
+from tests.integration.gateway.command_line import thaw
+from tests.integration.gateway.conftest import CARDS, Served, chat, until
 from tests.support.fake_engine import FakeNode, hang
-
-
-@pytest.fixture
-async def pair(node: FakeNode, serve: ServeFn) -> AsyncIterator[tuple[Served, Served]]:
-    async with serve(admin_key="root") as one, serve(admin_key="root") as two:
-        await until_listed(one, CARDS)
-        await until_listed(two, CARDS)
-        yield one, two
-
-
-async def add(served: Served, name: str, key: str, **fields: Any) -> None:
-    body = {"name": name, "sha256": hash_key(key)} | fields
-    answer = await served.http.post("/admin/v1/keys", json=body, headers=ADMIN)
-    assert answer.status_code == 200, answer.text
-
-
-async def status_of(served: Served, key: str, path: str = "/v1/models", method: str = "GET", **body: Any) -> int:
-    headers = {"authorization": f"Bearer {key}"}
-    return (await served.http.request(method, path, headers=headers, json=body or None)).status_code
-
-
-def client_of(served: Served, key: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.base}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 async def _is(status: int, served: Served, key: str) -> bool:
@@ -46,7 +24,7 @@ async def _is(status: int, served: Served, key: str) -> bool:
 
 async def test_read_only_key_sees_everything_and_changes_nothing(pair: tuple[Served, Served]) -> None:
     served, _ = pair
-    await add(served, "dashboard", "sk-look", scope="read-only")
+    await add_key(served, "dashboard", "sk-look", scope="read-only")
     assert await status_of(served, "sk-look") == 200
     for path in ("keys", "traces", "doctor"):
         assert await status_of(served, "sk-look", f"/admin/v1/{path}") == 200
@@ -89,8 +67,8 @@ async def test_models_that_a_key_may_not_use_do_not_exist_for_it(
     monkeypatch.setattr(BucketWatcher, "catch_up", count)
     served, _ = pair
     await node.engine("alpha")
-    await add(served, "team", "sk-team", models=["al*"])
-    async with client_of(served, "sk-team") as client:
+    await add_key(served, "team", "sk-team", models=["al*"])
+    async with openai_client(served, "sk-team") as client:
         assert [m.id for m in (await client.models.list()).data] == ["alpha"]
         answered = await client.chat.completions.create(model="a", messages=[{"role": "user", "content": "Hi"}])
         assert answered.choices[0].message.content
@@ -133,7 +111,7 @@ async def test_changes_take_effect_on_every_gateway_and_are_logged(pair: tuple[S
 
 async def test_rotated_key_is_valid_with_its_successor_until_the_overlap_ends(pair: tuple[Served, Served]) -> None:
     one, two = pair
-    await add(one, "alice", "sk-old", models=["alpha"])
+    await add_key(one, "alice", "sk-old", models=["alpha"])
     await until(lambda: _is(200, two, "sk-old"))
     _, made = await thaw(two, "keys", "rotate", "alice", "--overlap", "1h")
     assert made["models"] == ["alpha"]
@@ -151,8 +129,8 @@ async def test_rotated_key_is_valid_with_its_successor_until_the_overlap_ends(pa
 
 async def test_expired_key_is_refused_with_the_reason(pair: tuple[Served, Served]) -> None:
     served, _ = pair
-    await add(served, "temporary", "sk-temporary", expires=int(time.time()) - 1)
-    async with client_of(served, "sk-temporary") as client:
+    await add_key(served, "temporary", "sk-temporary", expires=int(time.time()) - 1)
+    async with openai_client(served, "sk-temporary") as client:
         with pytest.raises(openai.AuthenticationError, match="temporary has expired"):
             await client.models.list()
 
@@ -160,11 +138,11 @@ async def test_expired_key_is_refused_with_the_reason(pair: tuple[Served, Served
 async def test_revoking_a_key_ends_its_streams_and_no_others(pair: tuple[Served, Served], node: FakeNode) -> None:
     one, two = pair
     engine = await node.engine("alpha", hang)
-    await add(one, "alice", "sk-alice")
-    await add(one, "bob", "sk-bob")
+    await add_key(one, "alice", "sk-alice")
+    await add_key(one, "bob", "sk-bob")
     await until(lambda: _is(200, two, "sk-alice"))
     await until(lambda: _is(200, two, "sk-bob"))
-    async with client_of(two, "sk-alice") as alice, client_of(two, "sk-bob") as bob:
+    async with openai_client(two, "sk-alice") as alice, openai_client(two, "sk-bob") as bob:
         ask: dict[str, Any] = {"model": "alpha", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
         running = [await client.chat.completions.create(**ask) for client in (alice, bob)]
         for stream in running:
@@ -204,7 +182,7 @@ async def test_unknown_limit_is_refused(pair: tuple[Served, Served]) -> None:
 
 async def test_revocation_wins_over_a_change_on_another_gateway(pair: tuple[Served, Served]) -> None:
     one, two = pair
-    await add(one, "alice", "sk-alice")
+    await add_key(one, "alice", "sk-alice")
     await until(lambda: _is(200, two, "sk-alice"))
     changes = [
         (two if i % 2 else one).http.patch("/admin/v1/keys/alice", json={"requests_per_minute": 5 + i}, headers=ADMIN)

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
-import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from services.enginehost.http1 import HttpRequest
-from services.enginehost.server.held_body import HeldBodyReader
 from shared.contracts import subjects
-from shared.contracts.request_body import BODY_PART_BYTES, HeldBody, ReadBodyPart
+from shared.contracts.request_body import BODY_PART_BYTES
 from shared.errors import BodyLost, EngineFailed, InvalidRequest
 from shared.messaging import Mesh
-from shared.messaging.body_parts import decode_body_part
 from shared.messaging.streams import catalog_bucket
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
+from tests.integration.gateway.held_bodies import all_closed, open_bodies, read_part, received
 from tests.integration.gateway.large_sizes import MIB, SMALL_PAYLOAD
 from tests.support.fake_engine import FakeEngine, FakeNode, Run, card_of
 
@@ -33,18 +28,6 @@ OWN = card_of("own", engine="vllm", routes=(ROUTE, "/v1/rerank"))
 SOUND = random.Random(1).randbytes(20 * MIB)
 """More than a message of the test's NATS server."""
 IMAGE = "data:image/png;base64," + "QUJD" * (3 * MIB)
-
-
-async def received(mesh: Mesh, run: Run) -> bytes:
-    """Return the body that a host sends to its engine."""
-    held = run.request.held
-    assert held is not None
-    outline = json.dumps(run.request.body).encode() if held.marker else b""
-    stream = HeldBodyReader(mesh).attach(HttpRequest("POST", "/", outline), held).stream
-    assert stream is not None
-    body = b"".join([part async for part in stream.read()])
-    assert len(body) == stream.size_bytes
-    return body
 
 
 def answering(mesh: Mesh, bodies: list[bytes]) -> Callable[[Run], Awaitable[None]]:
@@ -82,24 +65,6 @@ def upload(http: httpx.AsyncClient, sound: bytes = SOUND, **fields: str) -> http
 async def send(http: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
     await request.aread()
     return await http.send(request)
-
-
-def open_bodies(home: Path) -> int:
-    """Return the files of bodies that are open in this process, which has the gateway."""
-    found = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found += os.readlink(entry).startswith(str(home))  # noqa: PTH115 - the target is no path
-    return found
-
-
-async def all_closed(served: Served) -> None:
-    directory = served.settings.state / "gateway" / "bodies"
-
-    async def closed() -> bool:
-        return await asyncio.to_thread(open_bodies, directory) == 0
-
-    await until(closed)
 
 
 def with_image(url: str = IMAGE, **fields: Any) -> dict[str, Any]:
@@ -253,11 +218,6 @@ async def test_a_client_that_leaves_frees_its_body(gateway: Served, http: httpx.
     await all_closed(gateway)
     with pytest.raises(BodyLost):
         await read_part(node.mesh, held)
-
-
-async def read_part(mesh: Mesh, held: HeldBody, offset: int = 0) -> bytes:
-    request = ReadBodyPart(body_id=held.body_id, offset=offset)
-    return decode_body_part(await mesh.fetch(subjects.body_parts(held.gateway_id), request), offset)
 
 
 async def test_a_client_that_leaves_during_its_upload_frees_its_body(gateway: Served, http: httpx.AsyncClient) -> None:

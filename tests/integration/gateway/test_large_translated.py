@@ -18,10 +18,10 @@ import pytest
 from shared.contracts import subjects
 from shared.errors import BodyLost
 from shared.messaging.streams import catalog_bucket
-from tests.integration.gateway import test_messages, test_ollama_client, test_responses
+from tests.integration.gateway.clients import anthropic_client, ollama_client, openai_client
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, until, until_listed
+from tests.integration.gateway.held_bodies import all_closed, open_bodies, read_part, received
 from tests.integration.gateway.large_sizes import MIB, SMALL_PAYLOAD
-from tests.integration.gateway.test_large_bodies import all_closed, open_bodies, read_part, received
 from tests.support.fake_engine import FakeNode, Run, card_of
 
 ollama = pytest.importorskip("ollama")
@@ -53,18 +53,18 @@ def asking(path: str, data: str = ENCODED, question: str = QUESTION, **fields: A
 
 
 async def ask_messages(gateway: Served) -> str:
-    async with test_messages.client_of(gateway) as client:
+    async with anthropic_client(gateway) as client:
         return str((await client.messages.create(**asking("/v1/messages"))).content[0].text)
 
 
 async def ask_responses(gateway: Served) -> str:
-    async with test_responses.client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         return str((await client.responses.create(**asking("/v1/responses"))).output_text)
 
 
 @contextlib.asynccontextmanager
-async def ollama_client(gateway: Served) -> AsyncIterator[Any]:
-    client = test_ollama_client.client_of(gateway)
+async def ollama_session(gateway: Served) -> AsyncIterator[Any]:
+    client = ollama_client(gateway)
     try:
         yield client
     finally:
@@ -73,12 +73,12 @@ async def ollama_client(gateway: Served) -> AsyncIterator[Any]:
 
 async def ask_chat(gateway: Served) -> str:
     message = {"role": "user", "content": QUESTION, "images": [PICTURE]}
-    async with ollama_client(gateway) as client:
+    async with ollama_session(gateway) as client:
         return str((await client.chat("plain", [message])).message.content)
 
 
 async def ask_generate(gateway: Served) -> str:
-    async with ollama_client(gateway) as client:
+    async with ollama_session(gateway) as client:
         return str((await client.generate("plain", QUESTION, images=[PICTURE])).response)
 
 
@@ -174,12 +174,12 @@ async def test_bodies_over_the_limit_are_refused_in_the_form_of_the_api(node: Fa
                 answer = await gateway.http.post(path, json=asking(path, model=model))
                 assert (answer.status_code, error_of(path, answer)[0]) == (413, KINDS.get(path))
                 assert str(10 * MIB) in error_of(path, answer)[1]
-        async with test_messages.client_of(gateway) as client:
+        async with anthropic_client(gateway) as client:
             with pytest.raises(anthropic.RequestTooLargeError):
                 await client.messages.create(**asking("/v1/messages"))
-        async with test_responses.client_of(gateway) as openai_client:
+        async with openai_client(gateway) as responding:
             with pytest.raises(openai.APIStatusError, match=str(10 * MIB)):
-                await openai_client.responses.create(**asking("/v1/responses"))
+                await responding.responses.create(**asking("/v1/responses"))
         with pytest.raises(ollama.ResponseError, match=str(10 * MIB)) as caught:
             await ask_chat(gateway)
         assert caught.value.status_code == 413
@@ -240,7 +240,7 @@ async def test_clients_that_leave_during_their_uploads_free_their_bodies(gateway
 async def test_a_response_to_a_large_image_is_not_stored(gateway: Served, http: httpx.AsyncClient, node: FakeNode) -> None:
     """Its stored conversation would lack the image."""
     await node.engine("plain", completing(node, []))
-    async with test_responses.client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         response = await client.responses.create(**asking("/v1/responses", store=True))
         assert response.to_dict()["store"] is False
         with pytest.raises(openai.NotFoundError):

@@ -11,8 +11,8 @@ from shared.contracts import subjects
 from shared.contracts.base import Message
 from shared.contracts.logs import LOG_REQUEST, LogFile, LogRead, LogRequest, LogsListed, ReadLog
 from shared.errors import NotFound
+from tests.integration.gateway.api_keys import ADMIN
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, until_listed
-from tests.integration.gateway.test_api_keys import ADMIN
 from tests.support.fake_engine import FakeNode
 
 AT = "/admin/v1/nodes/far/logs"

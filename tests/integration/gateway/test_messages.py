@@ -10,20 +10,18 @@ import anthropic
 import pytest
 
 from shared.errors import EngineFailed
+from tests.integration.gateway.clients import anthropic_client
 from tests.integration.gateway.conftest import Served
-from tests.integration.gateway.test_responses import TEXT, register_hosted
+from tests.integration.gateway.hosted_models import register_hosted
 from tests.support.fake_engine import WORDS, FakeNode, Run, hang
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
-
-
-def client_of(gateway: Served) -> Any:
-    return anthropic.AsyncAnthropic(base_url=gateway.base, api_key="none", max_retries=0, timeout=60)
+TEXT = "".join(WORDS)
 
 
 async def test_message_is_parsed(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha")
-    async with client_of(gateway) as client:
+    async with anthropic_client(gateway) as client:
         message = await client.messages.create(model="a", max_tokens=5, system="Be brief", messages=HELLO)
     assert (message.content[0].text, message.stop_reason, message.model) == (TEXT, "end_turn", "a")
     assert (message.usage.input_tokens, message.usage.output_tokens) == (7, len(WORDS))
@@ -33,7 +31,7 @@ async def test_message_is_parsed(gateway: Served, node: FakeNode) -> None:
 
 async def test_stream_has_the_events_of_the_api(gateway: Served, node: FakeNode) -> None:
     await node.engine("alpha")
-    async with client_of(gateway) as client, client.messages.stream(model="alpha", max_tokens=5, messages=HELLO) as stream:
+    async with anthropic_client(gateway) as client, client.messages.stream(model="alpha", max_tokens=5, messages=HELLO) as stream:
         texts = [text async for text in stream.text_stream]
         final = await stream.get_final_message()
     assert texts == list(WORDS)
@@ -68,7 +66,7 @@ async def test_tools_reach_a_hosted_engine_and_its_call_is_a_block(gateway: Serv
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "any"},
     }
-    async with client_of(gateway) as client:
+    async with anthropic_client(gateway) as client:
         whole = await client.messages.create(**asked)
         async with client.messages.stream(**asked) as stream:
             streamed = await stream.get_final_message()
@@ -85,7 +83,7 @@ async def test_errors_have_the_form_of_the_api(gateway: Served, node: FakeNode) 
         await run.close()
 
     await node.engine("hosted", refuse)
-    async with client_of(gateway) as client:
+    async with anthropic_client(gateway) as client:
         with pytest.raises(anthropic.BadRequestError) as caught:
             await client.messages.create(model="hosted", max_tokens=5, messages=HELLO)
         assert caught.value.body == {"type": "error", "error": {"type": "invalid_request_error", "message": "no images"}}
@@ -111,14 +109,14 @@ async def test_failure_after_the_first_token_is_raised_by_the_client(gateway: Se
                 has_text.set()
 
     await node.engine("alpha", break_off)
-    async with client_of(gateway) as client:
+    async with anthropic_client(gateway) as client:
         with pytest.raises(anthropic.APIStatusError, match="gone"):
             await read(client)
 
 
 async def test_client_that_disconnects_ends_the_generation(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", hang)
-    async with client_of(gateway) as client:
+    async with anthropic_client(gateway) as client:
         stream = await client.messages.create(model="alpha", max_tokens=5, messages=HELLO, stream=True)
         async for event in stream:
             if event.type == "content_block_delta":

@@ -3,67 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-from pydantic import TypeAdapter
 
-from services.gateway.adapters import usage_meter
 from shared.contracts import subjects
-from shared.contracts.base import Message
 from shared.contracts.inference import InferRequest
-from shared.contracts.usage import ReportUsage, UsageRecorded, UsageRow
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
-from tests.integration.gateway.test_idempotency import KEY, TEXT, URL, Paced, claimed, content, entry_of, hand_over
-from tests.integration.gateway.test_idempotency import impatient as impatient
+from tests.integration.gateway.idempotent_requests import KEY, TEXT, URL, Paced, claimed, content, ended, entry_of, hand_over
+from tests.integration.gateway.usage_ledger import Ledger
 from tests.support.fake_engine import FakeNode
 
 TOKENS = 2
 """Of the responses of `Paced`."""
-
-
-class Ledger:
-    """The ledger's rules: a report continues its spool, and responses with an id count once."""
-
-    def __init__(self) -> None:
-        self.rows: list[UsageRow] = []
-        self.alone: list[str] = []
-        """Ids of responses that were reported by themselves."""
-        self._positions: dict[str, int] = {}
-
-    async def record(self, report: ReportUsage) -> Message:
-        if self._positions.get(report.spool, 0) == report.start:
-            self._positions[report.spool] = report.end
-            self.rows += report.rows
-            self.rows += [r.row for r in report.responses if r.answer_id not in self.alone]
-            self.alone += [r.answer_id for r in report.responses]
-        return UsageRecorded(position=self._positions[report.spool])
-
-    async def counted(self, requests: int) -> bool:
-        return sum(row.counts.requests for row in self.rows) == requests
-
-    @property
-    def tokens(self) -> int:
-        return sum(row.counts.completion_tokens for row in self.rows)
-
-    @property
-    def failed(self) -> int:
-        return sum(row.counts.failed for row in self.rows)
-
-
-@pytest.fixture
-async def ledger(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ledger]:
-    monkeypatch.setattr(usage_meter, "REPORT_INTERVAL_S", 0.05)
-    ledger = Ledger()
-    await node.mesh.respond(subjects.USAGE, TypeAdapter(ReportUsage), ledger.record).start()
-    await node.mesh.flush()
-    yield ledger
-    assert len(ledger.alone) == len(set(ledger.alone)), "only one gateway took over"
-
-
-async def ended(node: FakeNode) -> bool:
-    entry = await entry_of(node)
-    return entry is not None and entry.state == "done"
 
 
 async def test_response_with_followers_and_repetitions_counts_once(

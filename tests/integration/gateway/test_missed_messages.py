@@ -21,7 +21,7 @@ from services.gateway.domain import failover
 from shared.contracts import subjects
 from shared.ports import free_port
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
-from tests.integration.gateway.test_failover import TEXT, URL, content_of, die, holding
+from tests.integration.gateway.failover import TEXT, URL, content_of, die, holding
 from tests.support.fake_engine import FakeEngine, FakeNode
 from tests.support.scripted_engine import Script, Teller
 from tests.support.servers import NatsServer

@@ -12,8 +12,9 @@ import pytest
 
 from services.gateway.authorization import hash_key
 from shared.errors import ContextLengthExceeded, EngineFailed
+from tests.integration.gateway.clients import ollama_client
 from tests.integration.gateway.conftest import Served, ServeFn
-from tests.integration.gateway.test_passthrough import register
+from tests.integration.gateway.hosted_models import register
 from tests.support.fake_engine import WORDS, FakeNode, Run, speak
 
 ollama = pytest.importorskip("ollama")
@@ -21,13 +22,9 @@ TEXT = "".join(WORDS)
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
-def client_of(gateway: Served, **fields: Any) -> Any:
-    return ollama.AsyncClient(host=gateway.base, timeout=60, **fields)
-
-
 @pytest.fixture
 async def client(gateway: Served) -> AsyncIterator[Any]:
-    client = client_of(gateway)
+    client = ollama_client(gateway)
     yield client
     await client._client.aclose()
 
@@ -148,7 +145,7 @@ async def test_a_failure_in_a_stream_is_its_last_line(client: Any, node: FakeNod
 
 async def test_a_waiting_stream_receives_no_comments(node: FakeNode, serve: ServeFn) -> None:
     async with serve(waking_comment_after=0.05, waking_comment_interval=0.05) as gateway:
-        client = client_of(gateway)
+        client = ollama_client(gateway)
 
         async def late(run: Run) -> None:
             """Respond once the gateway would have sent a comment to a client of OpenAI's API."""
@@ -170,12 +167,12 @@ async def test_a_waiting_stream_receives_no_comments(node: FakeNode, serve: Serv
 async def test_keys_and_repeated_requests_hold_as_elsewhere(node: FakeNode, serve: ServeFn) -> None:
     engine = await node.engine("alpha")
     async with serve(api_keys=hash_key("sk-mine")) as gateway:
-        stranger = client_of(gateway)
+        stranger = ollama_client(gateway)
         for call in (stranger.list(), stranger.chat("alpha", HELLO), stranger.show("alpha"), stranger.ps()):
             with pytest.raises(ollama.ResponseError) as caught:
                 await call
             assert caught.value.status_code == 401
-        mine = client_of(gateway, headers={"Authorization": "Bearer sk-mine", "Idempotency-Key": "one"})
+        mine = ollama_client(gateway, headers={"Authorization": "Bearer sk-mine", "Idempotency-Key": "one"})
         first = [p.message.content async for p in await mine.chat("alpha", HELLO, stream=True)]
         again = [p.message.content async for p in await mine.chat("alpha", HELLO, stream=True)]
         assert "".join(first) == "".join(again) == TEXT

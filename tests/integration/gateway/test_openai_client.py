@@ -26,19 +26,16 @@ from shared.errors import (
     ThawError,
     Unavailable,
 )
+from tests.integration.gateway.clients import openai_client
 from tests.integration.gateway.conftest import Served, ServeFn, chat
 from tests.support.fake_engine import WORDS, FakeNode, Run, drain, hang, speak
 
 TEXT = "".join(WORDS)
 
 
-def client_of(gateway: Served) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{gateway.base}/v1", api_key="none", max_retries=0, timeout=60)
-
-
 async def test_chat_completion_is_parsed(gateway: Served, node: FakeNode) -> None:
     await node.engine("alpha")
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         answer = await client.chat.completions.create(**chat("a"))
         assert answer.choices[0].message.content == TEXT
         assert answer.choices[0].finish_reason == "stop"
@@ -50,7 +47,7 @@ async def test_chat_completion_is_parsed(gateway: Served, node: FakeNode) -> Non
 
 async def test_a_streamed_chat_completion(gateway: Served, node: FakeNode) -> None:
     await node.engine("alpha")
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         stream = await client.chat.completions.create(**chat(stream=True, stream_options={"include_usage": True}))
         chunks = [c async for c in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -70,7 +67,7 @@ async def test_text_completions_are_parsed(gateway: Served, node: FakeNode) -> N
         await run.end(2)
 
     await node.engine("alpha", echo)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         answer = await client.completions.create(model="alpha", prompt=["one", "two"], max_tokens=5)
         assert [c.text for c in answer.choices] == ["ONE", "TWO"]
         stream = await client.completions.create(model="alpha", prompt=["one", "two"], max_tokens=5, stream=True)
@@ -80,7 +77,7 @@ async def test_text_completions_are_parsed(gateway: Served, node: FakeNode) -> N
 @pytest.mark.parametrize("encoding", [openai.omit, "float", "base64"])
 async def test_embeddings_are_parsed_in_each_encoding(gateway: Served, node: FakeNode, encoding: Any) -> None:
     await node.engine("vectors")
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         answer = await client.embeddings.create(model="vectors", input=["x", "y"], encoding_format=encoding)
     vectors = [d.embedding for d in answer.data]
     if encoding != "base64":
@@ -111,7 +108,7 @@ async def test_embeddings_in_several_messages(gateway: Served, node: FakeNode, e
             await run.say(EmbeddingsFinished(seq=0, dimensions=2, vectors=tuple(vectors[-100:]), usage=Usage(prompt_tokens=7)))
 
     await node.engine("vectors", in_parts)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         answer = await client.embeddings.create(model="vectors", input=["x"] * 1000, encoding_format=encoding)
     assert runs == 2
     assert [d.index for d in answer.data] == list(range(1000))
@@ -121,7 +118,7 @@ async def test_embeddings_in_several_messages(gateway: Served, node: FakeNode, e
 
 
 async def test_models_are_listed_and_retrieved(gateway: Served) -> None:
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         assert {m.id async for m in client.models.list()} >= {"alpha", "beta"}
         model = await client.models.retrieve("org/alpha")
         assert model.id == "alpha"
@@ -137,7 +134,7 @@ async def test_engine_error_keeps_its_class(gateway: Served, node: FakeNode) -> 
         await run.fail(ContextLengthExceeded("too long", param="messages"))
 
     await node.engine("alpha", refuse)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**chat(stream=True))
         assert caught.value.code == "context_length_exceeded"
@@ -168,7 +165,7 @@ async def test_every_error_has_its_openai_exception(
         await run.fail(error)
 
     await node.engine("alpha", refuse)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         with pytest.raises(kind) as caught:
             await client.chat.completions.create(**chat(stream=stream))
     found = caught.value
@@ -188,7 +185,7 @@ async def test_an_error_in_a_stream_is_raised_by_the_client(gateway: Served, nod
         await run.fail(EngineFailed("it broke"))
 
     await node.engine("alpha", break_off)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         stream = await client.chat.completions.create(**chat(stream=True))
         await anext(stream)
         has_read.set()
@@ -199,7 +196,7 @@ async def test_an_error_in_a_stream_is_raised_by_the_client(gateway: Served, nod
 
 
 async def test_a_wrong_key_is_an_authentication_error(node: FakeNode, serve: ServeFn) -> None:
-    async with serve(api_keys=hash_key("sk-right")) as gateway, client_of(gateway) as client:
+    async with serve(api_keys=hash_key("sk-right")) as gateway, openai_client(gateway) as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await client.models.list()
         assert caught.value.code == "invalid_api_key"
@@ -208,7 +205,7 @@ async def test_a_wrong_key_is_an_authentication_error(node: FakeNode, serve: Ser
 
 async def test_leaving_a_stream_stops_the_engine(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", hang)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         stream = await client.chat.completions.create(**chat(stream=True))
         async for chunk in stream:
             if chunk.choices[0].delta.content:
@@ -220,7 +217,7 @@ async def test_leaving_a_stream_stops_the_engine(gateway: Served, node: FakeNode
 
 async def test_a_draining_engine_is_passed_over(gateway: Served, node: FakeNode) -> None:
     draining = await node.engine("alpha", drain)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         waiting = asyncio.create_task(client.chat.completions.create(**chat()))
         await draining.until(lambda: len(draining.requests) >= 1)
         await node.engine("alpha")
@@ -247,7 +244,7 @@ async def test_retry_headers_control_the_clients_retries(gateway: Served, node: 
             await speak(run)
 
     engine = await node.engine("alpha", unlucky)
-    async with client_of(gateway).with_options(max_retries=2) as client:
+    async with openai_client(gateway).with_options(max_retries=2) as client:
         assert (await client.chat.completions.create(**chat())).choices[0].message.content == TEXT
         assert len(engine.requests) == 2
         with pytest.raises(openai.InternalServerError) as caught:

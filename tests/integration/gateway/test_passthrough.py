@@ -14,28 +14,17 @@ import httpx
 import pytest
 
 from services.gateway.domain.failover import MAX_ENGINE_DEATHS
-from shared.contracts import subjects
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
-from shared.messaging.streams import catalog_bucket
-from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until_listed
-from tests.support.fake_engine import FakeNode, Run, card_of
-
-ROUTES = ("/v1/responses", "/v1/messages", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/rerank")
-OWN = card_of("own", engine="vllm", routes=ROUTES)
-EVENTS = "text/event-stream"
+from tests.integration.gateway.conftest import Served, ServeFn, chat
+from tests.integration.gateway.hosted_models import EVENTS, register
+from tests.support.fake_engine import FakeNode, Run
 
 
 @pytest.fixture
 async def http(gateway: Served, node: FakeNode) -> httpx.AsyncClient:
     await register(gateway, node)
     return gateway.http
-
-
-async def register(gateway: Served, node: FakeNode) -> None:
-    bucket = await catalog_bucket(node.mesh.nc.jetstream())
-    await bucket.put(subjects.token(OWN.name), OWN.model_dump_json().encode())
-    await until_listed(gateway, (*CARDS, OWN))
 
 
 def body(**fields: Any) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
-import sys
 from asyncio.subprocess import Process
 from pathlib import Path
 
@@ -15,36 +13,16 @@ import pytest
 
 from shared.ports import free_port
 from tests.integration.gateway.conftest import chat, until
+from tests.integration.gateway.gateway_process import answers, spawn
 from tests.support.fake_engine import FakeNode, hang
 from tests.support.nats_accounts import NatsAccount
 from tests.support.servers import NatsServer
-
-ROOT = Path(__file__).parents[3]
-
-
-async def spawn(**environment: str) -> Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.gateway",
-        env={k: v for k, v in os.environ.items() if not k.startswith("THAW_")} | environment,
-        cwd=ROOT,
-        stderr=asyncio.subprocess.PIPE,
-    )
 
 
 async def ended(process: Process) -> tuple[int | None, str]:
     async with asyncio.timeout(60):
         _, log = await process.communicate()
     return process.returncode, log.decode()
-
-
-async def answers(base: str, path: str) -> bool:
-    try:
-        async with httpx.AsyncClient(base_url=base, timeout=60) as client:
-            return (await client.get(path)).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 async def test_port_in_use_is_reported() -> None:

@@ -24,13 +24,13 @@ from shared.contracts.limits import GatewayPresent, LeaseLimits, LimitsLeased
 from shared.errors import RateLimitExceeded
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
+from tests.integration.gateway.api_keys import add_key, status_of
+from tests.integration.gateway.clients import openai_client
+from tests.integration.gateway.command_line import output_of, thaw
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
-from tests.integration.gateway.test_api_keys import output_of, thaw
-from tests.integration.gateway.test_key_scopes import add, client_of, pair, status_of
 from tests.support.fake_engine import FakeNode, hang
 from tests.support.nats_accounts import NatsAccount
 
-__all__ = ["pair"]
 ASK: dict[str, Any] = {"model": "alpha", "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -55,7 +55,7 @@ async def test_a_flood_over_two_gateways_is_admitted_up_to_the_limit(pair: tuple
     rate = 30
     for number in range(4):  # keys of either gateway
         name = f"team-{number}"
-        await add(one, name, f"sk-{name}", requests_per_minute=rate)
+        await add_key(one, name, f"sk-{name}", requests_per_minute=rate)
         await until(partial(_known, two, f"sk-{name}"))
         began = time.monotonic()
         statuses = await flood(pair, f"sk-{name}", 3 * rate)
@@ -69,10 +69,10 @@ async def test_clients_receive_limits_in_headers_and_a_refusal_with_a_time_to_re
 ) -> None:
     one, two = pair
     await node.engine("alpha")
-    await add(one, "ci", "sk-ci", requests_per_minute=3, tokens_per_minute=100_000)
+    await add_key(one, "ci", "sk-ci", requests_per_minute=3, tokens_per_minute=100_000)
     await until(lambda: _known(two, "sk-ci"))
     remaining = []
-    async with client_of(one, "sk-ci") as first, client_of(two, "sk-ci") as second:
+    async with openai_client(one, "sk-ci") as first, openai_client(two, "sk-ci") as second:
         for client in (first, second, first):
             raw = await client.chat.completions.with_raw_response.create(**ASK)
             assert raw.headers["x-ratelimit-limit-requests"] == "3"
@@ -154,9 +154,9 @@ def _key_owned_in_order(*gateways: str) -> str:
 async def test_concurrent_requests_are_limited_over_gateways(pair: tuple[Served, Served], node: FakeNode) -> None:
     one, two = pair
     await node.engine("alpha", hang)
-    await add(one, "ci", "sk-ci", concurrent_requests=2)
+    await add_key(one, "ci", "sk-ci", concurrent_requests=2)
     await until(lambda: _known(two, "sk-ci"))
-    async with client_of(one, "sk-ci") as first, client_of(two, "sk-ci") as second:
+    async with openai_client(one, "sk-ci") as first, openai_client(two, "sk-ci") as second:
         streams = [await c.chat.completions.create(**ASK, stream=True) for c in (first, second)]
         for client in (first, second):
             with pytest.raises(openai.RateLimitError, match="2 concurrent requests"):
@@ -178,7 +178,7 @@ async def test_concurrent_requests_are_limited_over_gateways(pair: tuple[Served,
 async def test_tokens_of_responses_count(pair: tuple[Served, Served], node: FakeNode) -> None:
     one, _ = pair
     await node.engine("alpha")  # 7 prompt and 9 completion tokens
-    await add(one, "ci", "sk-ci", tokens_per_minute=60)
+    await add_key(one, "ci", "sk-ci", tokens_per_minute=60)
     answers = []
     for _ in range(8):
         answers.append(await send(one, "sk-ci"))
@@ -193,7 +193,7 @@ async def test_tokens_of_responses_count(pair: tuple[Served, Served], node: Fake
 async def test_a_changed_limit_applies_at_once_without_a_restart(pair: tuple[Served, Served], node: FakeNode) -> None:
     one, two = pair
     await node.engine("alpha")
-    await add(one, "ci", "sk-ci", requests_per_minute=1)
+    await add_key(one, "ci", "sk-ci", requests_per_minute=1)
     await until(lambda: _known(two, "sk-ci"))
     assert set(await flood(pair, "sk-ci", 8)) == {200, 429}
     assert (await thaw(one, "keys", "change", "ci", "--rpm", "0"))[0] == 0
@@ -216,7 +216,7 @@ async def test_another_gateway_owns_the_keys_of_one_that_ended(node: FakeNode, s
         async with serve(admin_key="root") as two:
             await until_listed(two, CARDS)
             for number in range(6):
-                await add(two, f"k{number}", f"sk-{number}", requests_per_minute=1000)
+                await add_key(two, f"k{number}", f"sk-{number}", requests_per_minute=1000)
                 await until(partial(_known, one, f"sk-{number}"))
                 assert set(await flood((one, two), f"sk-{number}", 4)) == {200}
         for number in range(6):
@@ -226,7 +226,7 @@ async def test_another_gateway_owns_the_keys_of_one_that_ended(node: FakeNode, s
 async def test_requests_that_are_refused_before_their_queue_use_no_tokens(pair: tuple[Served, Served], node: FakeNode) -> None:
     one, _ = pair
     await node.engine("alpha")
-    await add(one, "ci", "sk-ci", tokens_per_minute=200, concurrent_requests=1)
+    await add_key(one, "ci", "sk-ci", tokens_per_minute=200, concurrent_requests=1)
     headers = {"authorization": "Bearer sk-ci", "idempotency-key": "no good"}
     for _ in range(4):
         body = chat(max_tokens=150)

@@ -7,9 +7,10 @@ import json
 import re
 from typing import Any
 
+from tests.integration.gateway.api_keys import add_key
+from tests.integration.gateway.batches import ended, jsonl, line, start
+from tests.integration.gateway.clients import openai_client
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
-from tests.integration.gateway.test_batches import ended, jsonl, line, start
-from tests.integration.gateway.test_key_scopes import add, client_of
 from tests.support.fake_engine import FakeNode, Run, speak
 
 URL = "/v1/chat/completions"
@@ -32,10 +33,10 @@ async def test_every_limit_is_counted_with_the_name_of_the_key(serve: ServeFn, n
     async with serve(admin_key="root") as served:
         await until_listed(served, CARDS)
         await node.engine("alpha")
-        await add(served, "slow", "sk-slow", requests_per_minute=1)
-        await add(served, "terse", "sk-terse", tokens_per_minute=10)
-        await add(served, "single", "sk-single", concurrent_requests=1)
-        await add(served, "viewer", "sk-viewer", scope="read-only")
+        await add_key(served, "slow", "sk-slow", requests_per_minute=1)
+        await add_key(served, "terse", "sk-terse", tokens_per_minute=10)
+        await add_key(served, "single", "sk-single", concurrent_requests=1)
+        await add_key(served, "viewer", "sk-viewer", scope="read-only")
         assert [await send(served, "slow") for _ in range(3)] == [200, 429, 429]
         assert [await send(served, "terse") for _ in range(2)] == [200, 429]
         assert await send(served, "viewer") == 403
@@ -67,7 +68,7 @@ async def test_full_queue_is_counted_also_after_a_stream_has_begun(serve: ServeF
     async with serve(admin_key="root", waking_comment_after=0.05) as served:
         await until_listed(served, CARDS)
         for key in ("flood", "other"):
-            await add(served, key, f"sk-{key}")
+            await add_key(served, key, f"sk-{key}")
 
         async def stream(number: int) -> tuple[int, list[str]]:
             headers = {"authorization": "Bearer sk-flood"}
@@ -109,8 +110,8 @@ async def test_rejected_requests_of_batches_are_repeated_and_not_counted(serve: 
             await speak(run)
 
         engine = await node.engine("alpha", speak_once_released)
-        await add(served, "night", "sk-night", concurrent_requests=1)
-        async with client_of(served, "sk-night") as client:
+        await add_key(served, "night", "sk-night", concurrent_requests=1)
+        async with openai_client(served, "sk-night") as client:
             begun = await start(client, jsonl(*(line(number) for number in range(2))))
             await engine.until(lambda: len(engine.requests) == 1)
             assert await send(served, "night") == 429

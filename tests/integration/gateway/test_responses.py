@@ -10,29 +10,18 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from shared.contracts import subjects
 from shared.errors import EngineFailed
-from shared.messaging.streams import catalog_bucket
+from tests.integration.gateway.clients import openai_client
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, until_listed
-from tests.support.fake_engine import WORDS, FakeNode, Run, card_of, hang
+from tests.integration.gateway.hosted_models import register_hosted
+from tests.support.fake_engine import WORDS, FakeNode, Run, hang
 
 TEXT = "".join(WORDS)
-HOSTED = card_of("hosted", engine="llamacpp")
-
-
-def client_of(gateway: Served, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{gateway.base}/v1", api_key=key, max_retries=0, timeout=60)
-
-
-async def register_hosted(gateway: Served, node: FakeNode) -> None:
-    bucket = await catalog_bucket(node.mesh.nc.jetstream())
-    await bucket.put(subjects.token(HOSTED.name), HOSTED.model_dump_json().encode())
-    await until_listed(gateway, (*CARDS, HOSTED))
 
 
 async def test_response_is_parsed(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha")
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         response = await client.responses.create(
             model="a", input="Hi", instructions="Be brief", max_output_tokens=5, metadata={"k": "v"}, store=False
         )
@@ -53,7 +42,7 @@ async def test_response_is_parsed(gateway: Served, node: FakeNode) -> None:
 async def test_stream_has_the_events_of_the_api(gateway: Served, node: FakeNode) -> None:
     await node.engine("alpha")
     async with (
-        client_of(gateway) as client,
+        openai_client(gateway) as client,
         client.responses.stream(model="alpha", input=[{"role": "user", "content": "Hi"}]) as stream,
     ):
         kinds = [event.type async for event in stream]
@@ -84,7 +73,7 @@ async def test_format_is_sent_as_response_format_and_parsed(gateway: Served, nod
         await run.close()
 
     await node.engine("hosted", answer)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         response = await client.responses.parse(model="hosted", input="Hi", text_format=Answer)
     assert response.output_parsed == Answer(name="né")
 
@@ -110,7 +99,7 @@ async def test_stream_of_a_hosted_engine_is_translated_however_it_is_cut(gateway
 
     await node.engine("hosted", stream)
     tool: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         events = [e async for e in await client.responses.create(model="hosted", input="Hi", stream=True, tools=[tool])]
     last = events[-1]
     assert last.type == "response.completed"
@@ -141,7 +130,7 @@ async def test_failure_after_the_first_token_ends_the_stream_with_an_event(gatew
         await run.fail(EngineFailed("gone", should_retry=False))
 
     await node.engine("alpha", break_off)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         async for last in await client.responses.create(model="alpha", input="Hi", stream=True):
             if last.type == "response.output_text.delta":
                 has_text.set()
@@ -155,7 +144,7 @@ async def test_failure_before_the_first_token_has_a_status(gateway: Served, node
         await run.fail(EngineFailed("gone", should_retry=False))
 
     await node.engine("alpha", fail)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError, match="gone"):
                 await client.responses.create(model="alpha", input="Hi", stream=stream)
@@ -181,7 +170,7 @@ async def test_invalid_request_is_refused_with_the_clients_own_names(
 
 async def test_client_that_disconnects_ends_the_generation(gateway: Served, node: FakeNode) -> None:
     engine = await node.engine("alpha", hang)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         stream = await client.responses.create(model="alpha", input="Hi", stream=True)
         async for event in stream:
             if event.type == "response.output_text.delta":
@@ -211,7 +200,7 @@ async def test_large_request_is_translated_in_the_parser_process(gateway: Served
 
     await node.engine("hosted", answer)
     given: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": image, "detail": "auto"}]}]
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         assert (await client.responses.create(model="hosted", input=given)).output_text == "seen"
 
 
@@ -224,6 +213,6 @@ async def test_error_of_a_hosted_engine_keeps_its_status_and_text(gateway: Serve
         await run.close()
 
     await node.engine("hosted", refuse)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         with pytest.raises(openai.BadRequestError, match="no images"):
             await client.responses.create(model="hosted", input="Hi")

@@ -11,9 +11,11 @@ import pytest
 
 from services.gateway.adapters import response_store
 from shared.contracts import subjects
+from tests.integration.gateway.clients import openai_client
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, until_listed
-from tests.integration.gateway.test_responses import TEXT, client_of
-from tests.support.fake_engine import FakeNode
+from tests.support.fake_engine import WORDS, FakeNode
+
+TEXT = "".join(WORDS)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +25,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def create(gateway: Served, key: str = "none", **fields: Any) -> Any:
-    async with client_of(gateway, key) as client:
+    async with openai_client(gateway, key) as client:
         made: Any = await client.responses.create(**({"model": "alpha", "input": "Hi"} | fields))
         return [event async for event in made][-1].response if fields.get("stream") else made
 
@@ -53,7 +55,7 @@ async def test_stored_response_is_read_and_deleted(gateway: Served, node: FakeNo
     await node.engine("alpha")
     first = await create(gateway, metadata={"k": "v"})
     second = await create(gateway, previous_response_id=first.id)
-    async with client_of(gateway) as client:
+    async with openai_client(gateway) as client:
         assert await client.responses.retrieve(first.id) == first
         await client.responses.delete(first.id)
         for gone in (client.responses.retrieve(first.id), client.responses.delete(first.id)):
@@ -66,7 +68,7 @@ async def test_stored_response_is_read_and_deleted(gateway: Served, node: FakeNo
 async def test_another_key_gets_the_answer_for_an_unknown_response(gateway: Served, node: FakeNode) -> None:
     await node.engine("alpha")
     theirs, unknown = (await create(gateway, key="theirs")).id, f"resp_{'0' * 32}"
-    async with client_of(gateway, "mine") as client:
+    async with openai_client(gateway, "mine") as client:
         for call in (client.responses.retrieve, client.responses.delete):
             texts = []
             for name in (theirs, unknown):

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 
 from shared.contracts.usage import Period
+from tests.integration.gateway.api_keys import add_key
 from tests.integration.gateway.conftest import Served, until
-from tests.integration.gateway.test_key_scopes import add
 from tests.integration.scheduler.conftest import Site, spec
 from tests.integration.scheduler.serving import gateway, serving_node
 from tests.integration.scheduler.test_metering import ADMIN, HOUR, PRICES, ask
@@ -56,7 +56,7 @@ async def test_a_budget_holds_on_all_gateways_and_ends_with_its_period(site: Sit
         gateway(site, admin_key="root", home=tmp_path / "two") as two,
     ):
         size = (await ask(one.base, "none", "a")).usage.total_tokens
-        await add(one, "team", "sk-team", tokens_per_day=3 * size + 1)
+        await add_key(one, "team", "sk-team", tokens_per_day=3 * size + 1)
         await until(lambda: _is_known(two, "sk-team"))
         used, error = await spend(one, "sk-team")
         assert 3 * size <= used <= 4 * size  # another one was sent to the other gateway, maybe too late to be known here
@@ -122,7 +122,7 @@ async def test_budgets_do_not_need_a_scheduler(site: Site, tmp_path: Path) -> No
         for stop, _ in site.schedulers:
             stop.set()
         await task
-        await add(one, "team", "sk-team", tokens_per_day=2 * size)
+        await add_key(one, "team", "sk-team", tokens_per_day=2 * size)
         used, error = await spend(one, "sk-team")
         assert used == 2 * size
         assert error.code == "insufficient_quota"

@@ -24,8 +24,8 @@ from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import Candidate, PlanRecord, Preemption
 from shared.contracts.prices import Prices
 from shared.contracts.usage import RETENTION_HOURS, ColdWait, Counts, ReportUsage, UsageSum, ViewSpending, ViewUsage
+from tests.integration.gateway.api_keys import add_key
 from tests.integration.gateway.conftest import until
-from tests.integration.gateway.test_key_scopes import add
 from tests.integration.scheduler.conftest import Site, spec
 from tests.integration.scheduler.conftest import process as scheduler_process
 from tests.integration.scheduler.serving import gateway, serving_node
@@ -227,7 +227,7 @@ async def test_a_preempting_key_pays_for_the_restart_through_kills_of_the_schedu
     await site.add(spec("a"), spec("b"))
     async with gateway(site, admin_key="root", home=tmp_path / "home") as served:
         for key in ("alice", "bob"):
-            await add(served, key, f"sk-{key}")
+            await add_key(served, key, f"sk-{key}")
         alices = asyncio.create_task(ask(served.base, "sk-alice", "a"))
         await site.until(lambda: runs.qsize() == 1)
         await node.publish()

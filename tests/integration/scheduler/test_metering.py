@@ -40,9 +40,9 @@ from shared.contracts.usage import (
     ViewUsage,
 )
 from shared.ports import free_port
+from tests.integration.gateway.api_keys import add_key
 from tests.integration.gateway.conftest import Served, until
-from tests.integration.gateway.test_cold import queued
-from tests.integration.gateway.test_key_scopes import add
+from tests.integration.gateway.queues import queued
 from tests.integration.scheduler.conftest import Site, spec
 from tests.integration.scheduler.conftest import process as scheduler_process
 from tests.integration.scheduler.serving import gateway, serving_node
@@ -98,7 +98,7 @@ async def until_counted(base: str, requests: int) -> dict[tuple[str, ...], Count
 
 async def test_usage_is_metered_by_key_and_model_and_cold_starts_by_who_waited(site: Site, served: Served) -> None:
     for key in ("alice", "bob"):
-        await add(served, key, f"sk-{key}")
+        await add_key(served, key, f"sk-{key}")
     (node,) = site.nodes
     node.hold_starts = asyncio.Event()
     asking = [asyncio.create_task(ask(served.base, f"sk-{key}", "a")) for key in ("alice", "alice", "alice", "bob")]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,17 @@ from shared.contracts.models import ModelSpec
 from shared.errors import DeadlineExceeded, Unavailable
 from shared.messaging import Mesh
 from shared.telemetry.ids import SystemIds
-from tests.support.fake_node import FakeNode
+from tests.integration.loader.conftest import LoaderProcess
+from tests.integration.loader.tiers_server import Faults, TierServer
+from tests.support.fake_node import MIB, FakeNode
 from tests.support.patient_mesh import patient
 from tests.support.servers import NatsServer
 from tests.support.shared_heap import shared_heap  # noqa: F401
+from tests.unit.loader.checkpoints import tensors, write_checkpoint
 
 QUESTIONS = (ViewCluster, ExplainPlan, ViewMigrations)
+MB = 1_000_000
+STALLED_AT = 4 * MB
 
 
 class PatientSettings(SchedulerSettings):
@@ -182,3 +187,33 @@ async def standby(site: Site) -> None:
         await site.until(found)
     finally:
         await connection.close()
+
+
+@pytest.fixture
+def afar(tmp_path: Path) -> Iterator[TierServer]:
+    """Register the models `likely`, of 20 MB, whose load stops half-way, and `wanted`."""
+    write_checkpoint(tmp_path / "www" / "likely", tensors(megabytes=20))
+    write_checkpoint(tmp_path / "www" / "wanted", tensors(megabytes=2, seed=1))
+    server = TierServer(tmp_path / "www")
+    server.faults = Faults(suffix="likely/model.safetensors", stall_from=STALLED_AT)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def loader(own_nats: NatsServer, tmp_path: Path) -> Iterator[LoaderProcess]:
+    """Prepare a loader process with caches of 100 MB; the test starts it."""
+    process = LoaderProcess(own_nats.url, tmp_path / "home", "node-0")
+    process.environment |= {"THAW_DRAM_BYTES": str(100 * MB), "THAW_CACHE_BYTES": str(100 * MB)}
+    process.home.mkdir()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+async def node(site: Site) -> FakeNode:
+    """Start a node whose device has 200 MiB beside a pinned model.
+
+    Its engines are fakes, its loader is a process.
+    """
+    return await site.node(budget=1000 * MIB, loads=False)

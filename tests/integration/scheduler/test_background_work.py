@@ -38,7 +38,7 @@ from shared.contracts.usage import (
     ViewSpending,
     ViewUsage,
 )
-from tests.integration.scheduler.test_displacements import plan, waited
+from tests.integration.scheduler.charged_plans import plan, waited
 from tests.support.node_statuses import instance, status
 from tests.unit.scheduler.world import World
 

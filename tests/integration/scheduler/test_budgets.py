@@ -9,11 +9,11 @@ from typing import Any
 import openai
 
 from shared.contracts.usage import Period
-from tests.integration.gateway.api_keys import add_key
+from tests.integration.gateway.api_keys import ADMIN, add_key
 from tests.integration.gateway.conftest import Served, until
 from tests.integration.scheduler.conftest import Site, spec
+from tests.integration.scheduler.metering import HOUR, PRICES, ask
 from tests.integration.scheduler.serving import gateway, serving_node
-from tests.integration.scheduler.test_metering import ADMIN, HOUR, PRICES, ask
 from tests.support.fake_node import MIB
 
 

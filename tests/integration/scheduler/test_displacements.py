@@ -21,20 +21,19 @@ from services.scheduler.domain.state.changes import Put
 from shared.contracts.admin import ExplainPlan, PlanExplained
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase, PhaseSpan
-from shared.contracts.plans import Candidate, PlanRecord, Preemption
+from shared.contracts.plans import PlanRecord, Preemption
 from shared.contracts.prices import Prices
-from shared.contracts.usage import RETENTION_HOURS, ColdWait, Counts, ReportUsage, UsageSum, ViewSpending, ViewUsage
+from shared.contracts.usage import RETENTION_HOURS, Counts, UsageSum, ViewSpending, ViewUsage
 from tests.integration.gateway.api_keys import add_key
 from tests.integration.gateway.conftest import until
+from tests.integration.scheduler.charged_plans import AT, HOUR, plan, waited
 from tests.integration.scheduler.conftest import Site, spec
 from tests.integration.scheduler.conftest import process as scheduler_process
+from tests.integration.scheduler.metering import ask, usage
 from tests.integration.scheduler.serving import gateway, serving_node
-from tests.integration.scheduler.test_metering import ask, usage
 from tests.support.fake_engine import Run, speak
 from tests.support.fake_node import MIB
 
-HOUR = 500_000
-AT = HOUR * 3600.0
 PRICES = Prices(currency="EUR", device_seconds={"cuda": Decimal(2)}, clearing_seconds={"cuda": Decimal(10)})
 STARTS = ("cold_start_s", "restart_s", "victims", "clearing_s", "clearing_device_s", "cold_device_s")
 
@@ -47,27 +46,10 @@ async def engine(migrated_url: str) -> AsyncIterator[AsyncEngine]:
     await engine.dispose()
 
 
-def plan(plan_id: str, model: str, victims: int = 0, cleared_s: float | None = None, **fields: Any) -> PlanRecord:
-    labels = tuple(f"v ({plan_id}-{n})" for n in range(victims))
-    cleared = cleared_s * 1e3 if cleared_s is not None else None
-    where = {"device_ids": ("cuda:0", "cuda:1")[: fields.pop("devices", 1)], "victims": labels, "cleared_ms": cleared}
-    chosen = Candidate(node="n", way="load", **where)
-    given = {"created": AT, "trigger": "demand", "way": "load", "outcome": "ready", "measured_ms": 8000.0, **fields}
-    return PlanRecord(plan_id=plan_id, model=model, chosen=chosen, **given)
-
-
 def spans(rng: random.Random) -> tuple[PhaseSpan, ...]:
     """Return phases that overlap, leave gaps and end after the start, at random."""
     phases = rng.sample((Phase.RESERVE, Phase.CONTAINER, Phase.LOAD, Phase.INIT), rng.randint(1, 4))
     return tuple(PhaseSpan(phase=p, start_ms=rng.uniform(-50, 5000), duration_ms=rng.uniform(0, 5000)) for p in phases)
-
-
-def waited(
-    spool: str, plan_id: str, model: str, key: str, requests: int = 1, start_s: float = 8.0, devices: int = 1
-) -> ReportUsage:
-    fields = {"requests": requests, "start_s": start_s, "device_kind": "cuda", "devices": devices}
-    wait = ColdWait(plan_id=plan_id, hour=HOUR, key=key, model=model, **fields)
-    return ReportUsage(spool=spool, start=0, end=1, rows=(), waits=(wait,))
 
 
 def owner(model: str) -> str:

@@ -24,9 +24,8 @@ from shared.contracts.admin import (
 )
 from shared.contracts.base import Done
 from shared.contracts.loader import PrepareWeights
-from shared.contracts.models import ModelCard, ModelSpec
+from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState, StopInstance
-from shared.contracts.plans import PlanRecord
 from shared.contracts.traces import LoadTrace
 from shared.errors import (
     CheckpointInvalid,
@@ -40,19 +39,10 @@ from shared.errors import (
     Unavailable,
 )
 from tests.integration.scheduler.conftest import Site, spec
+from tests.integration.scheduler.queries import catalogue, plan_of, ready
 from tests.support.fake_node import MIB, FakeNode
 
-READY = InstanceState.READY
 TWO_MODELS = 700 * MIB
-
-
-def ready(node: FakeNode, model: str) -> bool:
-    return any(i.state is READY for i in node.of(model))
-
-
-async def plan_of(site: Site, model: str) -> PlanRecord:
-    explained: PlanExplained = await site.ask(ExplainPlan(model=model), PlanExplained)
-    return explained.plan
 
 
 async def up(site: Site, node: FakeNode, model: str) -> None:
@@ -168,12 +158,6 @@ async def test_wake_sleep_and_remove(site: Site) -> None:
     with pytest.raises(ModelNotFound):
         await site.ask(WakeModel(name="a"), ModelAwake)
     await catalogue_has(site, lambda cards: not cards)
-
-
-async def catalogue(site: Site) -> dict[str, ModelCard]:
-    from services.scheduler.adapters.catalog import Catalog
-
-    return {c.name: c for c in (await Catalog(site.mesh.nc.jetstream()).read()).values()}
 
 
 async def catalogue_has(site: Site, condition: Callable[[dict[str, Any]], bool]) -> None:

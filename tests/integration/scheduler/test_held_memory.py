@@ -21,10 +21,11 @@ from services.scheduler.domain.holdings import HOUR_S
 from services.scheduler.domain.state.cluster import ClusterState
 from shared.contracts.prices import GIB_HOUR, Prices
 from shared.contracts.usage import RETENTION_HOURS, Counts, UsageViewed, ViewSpending, ViewUsage
+from tests.integration.gateway.api_keys import ADMIN
 from tests.integration.gateway.conftest import until
 from tests.integration.scheduler.conftest import Site, spec
+from tests.integration.scheduler.metering import ask
 from tests.integration.scheduler.serving import gateway, serving_node
-from tests.integration.scheduler.test_metering import ADMIN, ask
 from tests.support.fake_node import MIB
 from tests.support.node_statuses import SUSPENDED, instance, status
 from tests.unit.scheduler.world import World

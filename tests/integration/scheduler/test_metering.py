@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from decimal import Decimal
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from services.scheduler.adapters.database import connect, migrate, plain_url
@@ -26,7 +24,6 @@ from services.scheduler.adapters.leadership import leadership
 from services.scheduler.adapters.ledger import HeldBatch, Ledger
 from services.scheduler.adapters.repository import StaleEpoch
 from services.scheduler.adapters.spending import Spending
-from shared.contracts.prices import Prices, TokenPrices
 from shared.contracts.usage import (
     HOURLY_HOURS,
     RETENTION_HOURS,
@@ -35,7 +32,6 @@ from shared.contracts.usage import (
     ReportUsage,
     ResponseUsage,
     UsageRow,
-    UsageViewed,
     ViewSpending,
     ViewUsage,
 )
@@ -45,18 +41,9 @@ from tests.integration.gateway.conftest import Served, until
 from tests.integration.gateway.queues import queued
 from tests.integration.scheduler.conftest import Site, spec
 from tests.integration.scheduler.conftest import process as scheduler_process
+from tests.integration.scheduler.metering import HOUR, PRICES, ask, usage
 from tests.integration.scheduler.serving import gateway, serving_node
 from tests.support.fake_node import MIB
-
-ADMIN = {"authorization": "Bearer root"}
-HOUR = int(time.time() // 3600)
-PRICES = Prices(
-    currency="EUR",
-    tokens=TokenPrices(prompt=Decimal(100), completion=Decimal(400)),
-    compute_seconds={"cpu": Decimal(3)},
-    device_seconds={"cpu": Decimal("0.5")},
-    models={"b": TokenPrices(completion=Decimal(800))},
-)
 
 
 @pytest.fixture
@@ -66,21 +53,6 @@ async def served(site: Site, tmp_path: Path) -> AsyncIterator[Served]:
     await site.add(spec("a"), spec("b"))
     async with gateway(site, admin_key="root", home=tmp_path / "home") as served:
         yield served
-
-
-async def ask(base: str, key: str, model: str, **fields: Any) -> Any:
-    async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=key, max_retries=4, timeout=60) as client:
-        return await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}], **fields)
-
-
-async def usage(base: str, by: str = "key,model") -> dict[tuple[str, ...], Counts]:
-    async with httpx.AsyncClient(base_url=base, timeout=60) as client:
-        answer = await client.get("/admin/v1/usage", params={"by": by, "since": str(HOUR - 1)}, headers=ADMIN)
-    if answer.status_code == 503:
-        return {}
-    assert answer.status_code == 200, answer.text
-    rows = [row for row in UsageViewed.model_validate(answer.json()).rows if row.counts.requests]  # others are of memory held
-    return {tuple(str(getattr(row, name)) for name in by.split(",")): row.counts for row in rows}
 
 
 async def until_counted(base: str, requests: int) -> dict[tuple[str, ...], Counts]:

@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 
 from services.scheduler.domain.prewarm import prefetch as prefetching
-from shared.contracts.loader import LoaderStatus
 from shared.contracts.models import ModelSpec
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.statuses import status_where
 from tests.integration.loader.tiers_server import Faults, TierServer
-from tests.integration.scheduler.conftest import Site, spec
-from tests.integration.scheduler.test_flow import ready
+from tests.integration.scheduler.conftest import MB, Site, spec
+from tests.integration.scheduler.loader_caches import holds
+from tests.integration.scheduler.queries import ready
 from tests.support.fake_node import MIB, FakeNode
-from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
-
-MB = 1_000_000
-STALLED_AT = 4 * MB
-
-
-@pytest.fixture
-def afar(tmp_path: Path) -> Iterator[TierServer]:
-    """Register the models `likely`, of 20 MB, whose load stops half-way, and `wanted`."""
-    write_checkpoint(tmp_path / "www" / "likely", tensors(megabytes=20))
-    write_checkpoint(tmp_path / "www" / "wanted", tensors(megabytes=2, seed=1))
-    server = TierServer(tmp_path / "www")
-    server.faults = Faults(suffix="likely/model.safetensors", stall_from=STALLED_AT)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def loader(own_nats: NatsServer, tmp_path: Path) -> Iterator[LoaderProcess]:
-    process = LoaderProcess(own_nats.url, tmp_path / "home", "node-0")
-    process.environment |= {"THAW_DRAM_BYTES": str(100 * MB), "THAW_CACHE_BYTES": str(100 * MB)}
-    process.home.mkdir()
-    yield process
-    process.close()
-
-
-@pytest.fixture
-async def node(site: Site) -> FakeNode:
-    """Start a node whose device has 200 MiB beside a pinned model.
-
-    Its engines are fakes, its loader is a process.
-    """
-    return await site.node(budget=1000 * MIB, loads=False)
 
 
 async def begin(site: Site, loader: LoaderProcess, afar: TierServer) -> Client:
@@ -72,10 +36,6 @@ async def begin(site: Site, loader: LoaderProcess, afar: TierServer) -> Client:
         assert (await site.demand("likely", 1)).outlook == "waiting"
         await site.demand("likely", 0)
     return client
-
-
-def holds(tier: str, name: str = "likely") -> Callable[[LoaderStatus], bool]:
-    return lambda s: any(c.tier == tier and (c.source or "").endswith(name) for c in s.cached)
 
 
 async def test_a_likely_model_is_loaded_into_memory_but_not_while_a_request_needs_the_link(

@@ -13,7 +13,7 @@ from shared.contracts.demand import DemandNoted
 from shared.contracts.node import NODE_LOST_AFTER_S, InstanceState, StopInstance
 from shared.errors import DeadlineExceeded, Unavailable, Unreachable
 from tests.integration.scheduler.conftest import Site, process, spec, standby
-from tests.integration.scheduler.test_flow import plan_of, ready
+from tests.integration.scheduler.queries import plan_of, ready
 from tests.support.fake_node import MIB
 from tests.support.otlp import OtlpReceiver
 

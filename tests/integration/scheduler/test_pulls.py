@@ -13,12 +13,10 @@ from shared.errors import CheckpointInvalid, Conflict, InvalidRequest, PullCance
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.statuses import status_where
 from tests.integration.loader.tiers_server import Faults, TierServer
-from tests.integration.scheduler.conftest import Site, process
-from tests.integration.scheduler.test_flow import ready
-from tests.integration.scheduler.test_prefetch import MB, afar, holds, loader, node
+from tests.integration.scheduler.conftest import MB, Site, process
+from tests.integration.scheduler.loader_caches import holds
+from tests.integration.scheduler.queries import ready
 from tests.support.fake_node import MIB, FakeNode
-
-__all__ = ["afar", "loader", "node"]
 
 
 async def begin(site: Site, loader: LoaderProcess, afar: TierServer) -> Client:

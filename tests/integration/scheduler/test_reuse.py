@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.contracts.loader import DeviceMemory, ExpectModels, PrepareWeights, WeightsOnDevice
 from tests.integration.scheduler.conftest import Site, spec
-from tests.integration.scheduler.test_flow import plan_of, ready
+from tests.integration.scheduler.queries import plan_of, ready
 from tests.support.fake_node import MIB
 
 

@@ -31,7 +31,7 @@ from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
 from shared.errors import DeadlineExceeded, StaleToken, ThawError, Unavailable
 from shared.tasks import end
 from tests.integration.scheduler.conftest import Site, process, spec, standby
-from tests.integration.scheduler.test_flow import catalogue, ready
+from tests.integration.scheduler.queries import catalogue, ready
 from tests.support.fake_node import FakeNode
 from tests.support.servers import NatsServer, PostgresServer
 

@@ -386,7 +386,8 @@ def mark_ready(tx: Transaction, i: Instance, status: InstanceStatus) -> None:
         done = {"outcome": "ready", "chosen": chosen, "measured": measured, "measured_ms": (tx.now - i.requested_at) * 1e3}
         ended = plan.model_copy(update=done)
         if chosen is None or not chosen.later_devices:
-            _learn(tx, updated_estimates(tx.state, ended))
+            if _is_of_present_generation(tx, i):
+                _learn(tx, updated_estimates(tx.state, ended))
         else:  # its phases are those of the first stage
             learn_stage(tx, i.instance_id, 0, status)
         finish_plan(tx, i, ended)
@@ -400,8 +401,16 @@ def learn_stage(tx: Transaction, first: str, index: int, status: InstanceStatus)
     """Learn from a loaded stage of a group on several nodes, if its plan is known."""
     i = tx.state.instances.get(first)
     plan = tx.state.plans.get(i.plan_id) if i is not None else None
+    if i is None or not _is_of_present_generation(tx, i):
+        return
     if plan is not None and plan.chosen is not None and plan.instance_id == first:
         _learn(tx, stage_estimates(tx.state, plan, index, status.phases))
+
+
+def _is_of_present_generation(tx: Transaction, i: Instance) -> bool:
+    """True if the model has not changed since, so that the start has loaded its present bytes."""
+    model = tx.state.models.get(i.model)
+    return model is not None and i.generation == model.card.generation
 
 
 def _learn(tx: Transaction, found: list[Estimate]) -> None:

@@ -6,6 +6,7 @@ from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.measurements import ANYWHERE
 from services.scheduler.domain.state.migrations import MigrationTimes
 from services.scheduler.domain.state.volatile import ConsolidationFailures
+from tests.support.fake_node import MIB
 from tests.unit.scheduler.world import World
 
 
@@ -28,6 +29,20 @@ def test_nothing_that_was_learned_of_a_removed_model_is_kept(w: World) -> None:
     assert set(w.state.measured_on) == {"b"}
     assert set(w.state.last_plan) == {"b"}
     assert {p.model for p in w.state.plans.values()} == {"b"}
+
+
+def test_start_of_a_model_that_was_changed_meanwhile_measures_nothing(w: World) -> None:
+    w.node()
+    w.model("a", weights=400 * MIB)
+    w.demand("a")
+    w.undelivered = []  # the stop reaches the node after the start has ended
+    w.model("a", weights=100 * MIB, max_model_len=64)
+    w.get_ready("a")
+    assert not list_measured(w)
+    w.deliver()
+    w.finish_stops()
+    w.up("a")
+    assert list_measured(w) == {("a", "n1"), ("a", ANYWHERE)}
 
 
 def test_nothing_that_was_learned_on_a_removed_node_is_kept(w: World) -> None:

@@ -12,6 +12,7 @@ It outlives its nodeagents, and its engines outlive it. SIGTERM ends only the zy
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import selectors
 import signal
@@ -127,7 +128,10 @@ class Zygote:
         except ValidationError as e:
             self._send(
                 peer,
-                ZygoteFailure(instance_id="", error=InvalidRequest(f"Neither an EngineStart nor an ExecutorStart: {e}").body()),
+                ZygoteFailure(
+                    instance_id=_find_instance_id(line),
+                    error=InvalidRequest(f"Neither an EngineStart nor an ExecutorStart: {e}").body(),
+                ),
             )
             return
         received = time.monotonic()
@@ -185,6 +189,16 @@ class Zygote:
                 exited = EngineExited(instance_id=self._children.pop(pid), pid=pid, returncode=os.waitstatus_to_exitcode(status))
                 for peer in list(self._peers):
                     self._send(peer, exited)
+
+
+def _find_instance_id(line: bytes) -> str:
+    """Return the name by which the sender of an undecodable start waits; empty: it has none."""
+    try:
+        start = json.loads(line)
+    except ValueError:
+        return ""
+    names = [start.get(field) for field in ("instance_id", "executor_id")] if isinstance(start, dict) else []
+    return next((name for name in names if isinstance(name, str)), "")
 
 
 def _open_files_end() -> int:

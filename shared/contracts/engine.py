@@ -78,7 +78,7 @@ class EngineExited(Message):
 
 class ZygoteFailure(Message):
     kind: Literal["zygote_failure"] = "zygote_failure"
-    instance_id: str
+    instance_id: str = Field(description="Empty: the start could not be decoded, and has no readable name.")
     error: ErrorBody
 
 

@@ -233,7 +233,10 @@ class ZygoteLauncher:
             case EngineForked():
                 self._settle(message.instance_id, message.pid)
             case ZygoteFailure():
-                future = self._forking.get(message.instance_id)
+                # An older zygote, which outlives its nodeagents, leaves the name of a start empty
+                # that it cannot decode.
+                only = next(iter(self._forking.values())) if not message.instance_id and len(self._forking) == 1 else None
+                future = self._forking.get(message.instance_id, only)
                 if future is not None and not future.done():
                     future.set_exception(from_body(message.error))
             case EngineExited():

@@ -6,6 +6,7 @@ It outlives the nodeagents; its engines outlive it.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -80,6 +81,23 @@ async def test_malformed_command_is_answered_with_a_failure(zygote: ZygoteProces
     assert isinstance(await client.hear(), ZygoteFailure)
     client.send(b"not json")
     assert isinstance(await client.hear(), ZygoteFailure)
+    await client.close()
+
+
+async def test_start_that_cannot_be_decoded_fails_under_its_own_name(
+    zygote: ZygoteProcess, engines: Engines, demo_directory: Path
+) -> None:
+    """The nodeagent, which waits for the answer by this name, may be of another version."""
+    client = await zygote.connect()
+    start = engines.spec(card_of(demo_directory)).model_dump(mode="json")
+    client.send(json.dumps(start | {"kv_bytes": "many"}).encode())
+    reported = await client.hear()
+    assert isinstance(reported, ZygoteFailure)
+    assert (reported.instance_id, reported.error.code) == (start["instance_id"], "invalid_request")
+    client.send(b'{"kind": "executor", "executor_id": "x-1"}')
+    reported = await client.hear()
+    assert isinstance(reported, ZygoteFailure)
+    assert reported.instance_id == "x-1"
     await client.close()
 
 

@@ -15,9 +15,12 @@ import psutil
 import pytest
 
 from services.nodeagent.engines.zygote import ZygoteLauncher
-from shared.contracts.engine import EngineStart
+from shared.contracts.engine import EngineStart, ZygoteFailure
+from shared.contracts.executor import ExecutorStart
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import NEW_ZYGOTE
+from shared.errors import InvalidRequest
+from shared.tasks import end
 from tests.integration.nodeagent.harness import Node, begin_request, gone, running_node
 from tests.integration.nodeagent.test_adoption import ZYGOTE
 from tests.support.servers import NatsServer
@@ -118,3 +121,31 @@ async def test_launcher_is_warm_once_its_zygote_is_ready_or_has_failed(tmp_path:
         assert zygotes.name_for(cast("EngineStart", None)) == launcher
         await zygotes.close()
         await asyncio.wait_for(running, 60)
+
+
+async def test_a_start_that_an_older_zygote_cannot_decode_fails(tmp_path: Path) -> None:
+    """It leaves the instance's name empty, and outlives the nodeagent's upgrade."""
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        failure = ZygoteFailure(instance_id="", error=InvalidRequest("No EngineStart").body())
+        writer.write(failure.model_dump_json().encode() + b"\n")
+        await reader.read()
+        writer.close()
+        closed.set()
+
+    closed = asyncio.Event()
+    start = ExecutorStart(executor_id="x", node="n", device="cpu:0", log_path=str(tmp_path / "log"), current_path="c")
+    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
+        path = Path(directory) / "z"
+        async with await asyncio.start_unix_server(refuse, path):
+            zygotes = ZygoteLauncher(path, tmp_path / "zygote.log", {}, "tests.support.no_such_module")
+            running = asyncio.create_task(zygotes.run())
+            try:
+                with pytest.raises(InvalidRequest, match="No EngineStart"):
+                    await zygotes.launch(start)
+            finally:
+                await end(running)
+                assert zygotes._writer is not None
+                zygotes._writer.close()
+                await closed.wait()

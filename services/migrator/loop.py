@@ -63,7 +63,7 @@ class Migrator:
         if self._held is not None and self._held.migration_id == migration_id:
             if record is None or record.state == "cancelled":
                 self._events.put_nowait(Lost(over=True))
-            elif record.owner != self._records.owner and not record.over:
+            elif record.owner != self._records.owner and not record.over and not self._held.is_newer_than(record):
                 self._events.put_nowait(Lost())
 
     async def run(self) -> None:

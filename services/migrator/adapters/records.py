@@ -82,6 +82,10 @@ class Held:
     def migration_id(self) -> str:
         return self._record.migration_id
 
+    def is_newer_than(self, record: MigrationRecord) -> bool:
+        """True if `record` is older than this process's claim: a read of the bucket may be late."""
+        return record.beats < self._record.beats
+
     def save(self, record: MigrationRecord) -> None:
         self._newest = record
         self._written.clear()

@@ -64,7 +64,7 @@ class FakeRecords:
     owner: str = ME
 
     async def claim(self, seen: MigrationRecord, lost: Callable[[bool], None]) -> tuple[MigrationRecord, Held]:
-        mine = seen.model_copy(update={"owner": ME})
+        mine = seen.model_copy(update={"owner": ME, "beats": seen.beats + 1})
         return mine, Held(cast(KeyValue, self.bucket), mine, self.bucket.put(mine), lost)
 
 
@@ -115,3 +115,28 @@ async def test_migration_lost_at_its_last_write_does_not_stop_the_migrator() -> 
         await end(running)
     assert ended == ["m-2"]
     assert bucket.entries["m-1"][0].owner == "another"
+
+
+async def test_read_of_the_bucket_that_is_older_than_the_claim_does_not_end_the_migration() -> None:
+    """A reconnection reads the whole bucket: its records may be applied after the next claim."""
+    bucket, unclaimed, done = Bucket(), order(1), asyncio.Event()
+    bucket.put(unclaimed)
+
+    def apply_late_read(ask: Ask) -> None:
+        migrator.copy.replace({unclaimed.migration_id: unclaimed.model_dump_json().encode()})
+
+    class WatchedMetrics(Metrics):
+        def record(self, record: MigrationRecord) -> None:
+            done.set()
+
+    records = cast(Records, cast(Any, FakeRecords(bucket)))
+    migrator = Migrator(records, EmptyEngines(apply_late_read), WatchedMetrics(), Options())
+    migrator.copy.put(unclaimed.migration_id, unclaimed.model_dump_json().encode())
+    running = asyncio.create_task(migrator.run())
+    try:
+        async with asyncio.timeout(60):
+            await done.wait()
+    finally:
+        await end(running)
+    record, _ = bucket.entries[unclaimed.migration_id]
+    assert (record.owner, record.over) == (ME, True)

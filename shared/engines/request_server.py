@@ -96,7 +96,7 @@ class RequestServer(ABC, Generic[S]):
             self.raise_if_busy()
         self.draining = True
         if not self.streams:
-            self.drained.set()
+            self._end_drain()
 
     def fail_all(self, error: ThawError) -> None:
         """Fail every running request with `error` at once."""
@@ -154,7 +154,7 @@ class RequestServer(ABC, Generic[S]):
                 self._end_drain()
 
     def _end_drain(self) -> None:
-        """The last request of a draining instance has ended."""
+        """A draining instance has no request, or its last one has ended."""
         self.drained.set()
 
     def _reject(self, reply: str, error: ThawError) -> None:

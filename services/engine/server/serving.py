@@ -439,7 +439,8 @@ class Serving(RequestServer[Stream]):
 
     def _end_drain(self) -> None:
         """End now, or when the engine that resumes the last request has read what it needs."""
-        if self.exchange is None or not self.exchange.source.call_when_unread(super()._end_drain):
+        # The timer that this sets keeps the event, and not the engine with its weights.
+        if self.exchange is None or not self.exchange.source.call_when_unread(self.drained.set):
             super()._end_drain()
 
     def _cancel_compute(self, stream: Stream) -> None:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from shared.contracts.loader import PREFETCH_HOLDER, PrefetchStatus, PrefetchWeights
 from shared.contracts.models import ModelCard
@@ -227,17 +227,32 @@ class Prefetching:
         to the disk piece by piece.
         """
         if not prefetch.wants("dram"):
-            await self._disk.check_room(card)
+            try:
+                await self._disk.check_room(card)
+            except ThawError as e:
+                if not prefetch.wants("dram"):
+                    raise
+                self._fail(prefetch, "ssd", e)  # a command for memory has joined meanwhile
         try:
             await self._load(holder, card)
         except InsufficientMemory as e:
             if not prefetch.wants("ssd"):
                 raise
             prefetch.has_room = False
-            failed = PrefetchStatus(token=0, weights_id=card.info.revision, state="failed", error=e.body())
-            self._record(prefetch.take("dram"), failed)
+            self._fail(prefetch, "dram", e)
         if prefetch.wants("ssd"):
-            await self._write(card, prefetch)
+            try:
+                await self._write(card, prefetch)
+            except ThawError as e:
+                if not (prefetch.has_room and prefetch.wants("dram")):
+                    raise
+                self._fail(prefetch, "ssd", e)  # memory has the weights
+
+    def _fail(self, prefetch: _Prefetch, tier: Literal["ssd", "dram"], error: ThawError) -> None:
+        """Record the commands of one tier as failed; the prefetch continues for the others."""
+        weights_id = prefetch.commands[0].card.info.revision
+        failed = PrefetchStatus(token=0, weights_id=weights_id, state="failed", error=error.body())
+        self._record(prefetch.take(tier), failed)
 
     async def _write(self, card: ModelCard, prefetch: _Prefetch) -> None:
         """Write the weights to the disk, as long as a command wants them there."""

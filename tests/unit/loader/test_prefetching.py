@@ -18,9 +18,11 @@ class Node:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.load_ends, self.write_ends = asyncio.Event(), asyncio.Event()
-        self.writing = asyncio.Event()
+        self.writing, self.asking_room, self.room_found = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.room_found.set()
         self.load_error: ThawError | None = None
         self.room_error: ThawError | None = None
+        self.write_error: ThawError | None = None
         self.arrived, self.now = Arrived(), 0.0
         self.prefetching = Prefetching(self.load, self, self.release, lambda weights_id: self.arrived, lambda: self.now)
 
@@ -31,6 +33,8 @@ class Node:
             raise self.load_error
 
     async def check_room(self, card: ModelCard) -> None:
+        self.asking_room.set()
+        await self.room_found.wait()
         if self.room_error is not None:
             raise self.room_error
 
@@ -38,6 +42,8 @@ class Node:
         self.calls.append(f"write {card.name}")
         self.writing.set()
         await self.write_ends.wait()
+        if self.write_error is not None:
+            raise self.write_error
 
     def release(self, holder: str, keep: bool) -> None:
         self.calls.append(f"release {'and keep' if keep else ''}".strip())
@@ -115,6 +121,31 @@ async def test_a_disk_without_room_is_found_before_the_load() -> None:
     await node.settle()
     assert node.states() == [(1, "failed")]
     assert node.calls == ["release"]
+
+
+async def test_a_command_for_memory_that_joins_one_without_room_on_the_disk_is_loaded() -> None:
+    node = Node()
+    node.room_error, node.room_found = StoreFull("full"), asyncio.Event()
+    node.begin(1, "ssd")
+    await node.asking_room.wait()
+    node.begin(2, "dram")
+    node.room_found.set()
+    await node.settle()
+    assert node.states() == [(1, "failed"), (2, "complete")]
+    assert node.calls == ["load m", "release and keep"]
+    error = node.prefetching.statuses()[0].error
+    assert error is not None
+    assert error.code == "store_full"
+
+
+async def test_weights_in_memory_are_complete_although_the_disk_does_not_get_them() -> None:
+    node = Node()
+    node.write_error = StoreFull("full")
+    node.begin(1, "ssd")
+    node.begin(2, "dram")
+    await node.settle()
+    assert node.states() == [(1, "failed"), (2, "complete")]
+    assert node.calls == ["load m", "write m", "release and keep"]
 
 
 async def test_prefetches_yield_to_other_weights_and_a_cancelled_one_is_forgotten() -> None:

@@ -12,20 +12,26 @@ _TAIL_CHARACTERS = 1200
 _ERRORS = ("error", "critical")
 
 
-def log_tail(path: Path) -> str:
+def log_tail(path: Path, from_byte: int = 0) -> str:
     """Return the last log lines that may explain an exit.
 
     These are errors, and lines without a record's format (a traceback, a C library's message).
     Clients receive this text, so it has no other lines of the log.
+
+    Args:
+        path: The log.
+        from_byte: Where the output of the process begins, in a log that has earlier output.
     """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
+            from_byte = from_byte if from_byte <= size else 0  # the log has been rotated since
+            begin = max(from_byte, size - _TAIL_BYTES)
+            file.seek(begin)
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    whole = text.splitlines()[1 if size > _TAIL_BYTES else 0 :]
+    whole = text.splitlines()[1 if begin > from_byte else 0 :]
     lines = [found for line in whole if (found := _error_text(line))][-_TAIL_LINES:]
     return "\n".join(lines)[-_TAIL_CHARACTERS:]
 

@@ -78,6 +78,8 @@ class Engine:
         self._declared_failed: asyncio.Future[EngineFailed] = asyncio.get_running_loop().create_future()
         self._expected: str | None = None
         self._signs = 0
+        self._log_begins_at = 0
+        """Bytes of the log that precede the output of the engine's latest start."""
         self._pids: tuple[int, ...] = ()
         self._asleep_before: int | None = None
         self.rank: Rank | None = None
@@ -98,6 +100,7 @@ class Engine:
         self._start, self._timeline, self._reporter = start, timeline, reporter
         self._declared_failed = asyncio.get_running_loop().create_future()
         self._expected, self._asleep_before = None, asleep
+        self._log_begins_at = 0
         reporter.hosted = self.describe_processes
 
     @property
@@ -224,6 +227,7 @@ class Engine:
             log=start.log_path,
             rank=self.rank,
         )
+        self._log_begins_at = await asyncio.to_thread(_size_of, Path(start.log_path))
         endpoint = await asyncio.to_thread(self._choose_endpoint, launch)
         if endpoint.engine_listens:
             inside = f"{CONTAINER_DIRECTORY}/{endpoint.socket.name}" if endpoint.socket is not None else ""
@@ -318,7 +322,7 @@ class Engine:
             asking.cancel()
 
     async def _raise_exit_error(self, ended: EngineExit) -> None:
-        words = log_tail(Path(self._start.log_path))
+        words = self._log_tail()
         if re.search(r"address already in use|errno 98|couldn't bind", words, re.IGNORECASE):
             raise PortTaken(words[-200:])
         raise self._exit_error(ended)
@@ -460,9 +464,17 @@ class Engine:
         kind = EngineKilled if ended.was_killed_externally else EngineFailed
         return kind(f"The engine {ended}{words}{self.driver.install_hint(words)}")
 
+    def _log_tail(self) -> str:
+        """The end of the engine's log, without the output of its earlier starts."""
+        return log_tail(Path(self._start.log_path), self._log_begins_at)
+
     def _log_excerpt(self) -> str:
-        words = log_tail(Path(self._start.log_path))
+        words = self._log_tail()
         return f"; the end of its log:\n{words}" if words else f"; its log has no reason (`thaw logs {self._start.instance_id}`)"
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _device_environment(launch: Launch) -> dict[str, str]:

@@ -93,6 +93,26 @@ async def test_start_fails_after_three_taken_ports(hosts: Hosts, tmp_path: Path,
     await hosts.left_nothing(start.instance_id)
 
 
+async def test_failure_of_the_second_start_is_not_taken_for_that_of_the_first(
+    hosts: Hosts, tmp_path: Path, thief: list[Any]
+) -> None:
+    """Both starts write to one log."""
+    run = f'exec {sys.executable} -m tests.support.fake_openai --port "$1"'
+    once = f'if [ -e "{tmp_path}/began" ]; then echo "no checkpoint found" >&2; exit 3; fi; touch "{tmp_path}/began"; {run}'
+    start = hosts.host(late_card(tmp_path, once))
+    known: set[str] = set()
+    first = await asked(tmp_path, known)
+    thief.append(socket.create_server(("127.0.0.1", int(first))))
+    (tmp_path / f"{first}.go").touch()
+    second = await asked(tmp_path, known)
+    (tmp_path / f"{second}.go").touch()
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "failed"
+    assert report.error is not None
+    assert "exit status 3" in report.error.message
+    assert report.error.message.endswith("the end of its log:\nno checkpoint found"), "nothing of the first start"
+
+
 async def test_health_of_another_process_is_not_the_engines(hosts: Hosts, tmp_path: Path, thief: list[Any]) -> None:
     """The health of another process on the port does not count as the engine's.
 

@@ -137,6 +137,17 @@ def test_clients_receive_only_error_lines_of_the_log(tmp_path: Path) -> None:
     assert log_tail(log) == "the start failed\na tensor is missing\nFatal Python error: Aborted"
 
 
+def test_end_of_a_log_leaves_out_the_output_of_earlier_starts(tmp_path: Path) -> None:
+    log = tmp_path / "i-1.engine.log"
+    log.write_text("address already in use\n")
+    begins_at = log.stat().st_size
+    with log.open("a") as file:
+        file.write("no checkpoint found\n")
+    assert log_tail(log, begins_at) == "no checkpoint found"
+    log.write_text("x\n")  # rotated
+    assert log_tail(log, begins_at) == "x"
+
+
 def test_oldest_logs_are_deleted_except_those_in_use(tmp_path: Path) -> None:
     for n in range(6):
         path = tmp_path / f"i{n}.engine.log"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shared.contracts.model_info import LayerSizes, ModelInfo
 from shared.contracts.models import ENGINE_SOURCE, ModelSpec
 from shared.errors import CheckpointInvalid
-from shared.model_paths import resolve_model
+from shared.model_paths import resolve_model, shards_of
 from weights.formats.checkpoint import INDEX, parse_index, parse_json, read_small
 from weights.formats.gguf import Gguf, read_gguf
 from weights.formats.root import expand_user, mode_of
@@ -24,7 +24,6 @@ CONFIG = "config.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.engine")
 """Engines read files of one kind, the first that is there."""
 _OF_TRAINING = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state.*)\.(bin|pt)")
-_GGUF_SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>(?!00000)\d{5})\.gguf")
 _KV_ITEM_BYTES = 2
 _GGUF_ENCODERS = ("bert", "nomic-bert", "jina-bert-v2")
 _UNKNOWN_CONTEXT = 4096
@@ -57,7 +56,7 @@ def _describe_local(spec: ModelSpec, path: Path) -> ModelInfo:
     """Describe a model of files. Raises `OSError` if one cannot be read."""
     files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if files and (spec.engine == "llamacpp" or not (path / CONFIG).exists()):
-        return _from_gguf(path, _shards_of(files[0]))
+        return _from_gguf(path, shards_of(files[0]))
     if (path / CONFIG).is_file():
         return _from_config(path, divided=spec.stages > 1)
     raise CheckpointInvalid(f"{path} holds neither a .gguf file nor a config.json; source is a .gguf file or the model's directory")
@@ -78,15 +77,6 @@ def _describe_unread(spec: ModelSpec) -> ModelInfo:
         kv_bytes_per_token=0,
         has_chat_template=True,
     )
-
-
-def _shards_of(first: Path) -> list[Path]:
-    """Return all files of a GGUF model, by the name of one of them."""
-    found = _GGUF_SHARD.fullmatch(first.name)
-    if found is None:
-        return [first]
-    count = found["count"]
-    return [first.with_name(f"{found['name']}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
 
 
 def _from_gguf(path: Path, files: list[Path]) -> ModelInfo:

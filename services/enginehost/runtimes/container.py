@@ -16,6 +16,7 @@ from services.enginehost.drivers.port import Launch
 from services.enginehost.http1 import Address, HttpError
 from services.enginehost.runtimes.docker import Docker, NoSuchImage
 from services.enginehost.runtimes.endpoint import CONTAINER_DIRECTORY, LOOPBACK, LOOPBACK_ENDPOINT, Endpoint
+from services.enginehost.runtimes.model_mounts import model_mounts
 from services.enginehost.runtimes.port import Activity, EngineExit
 from services.enginehost.runtimes.process import oom_kills
 from services.enginehost.settings import HostSettings
@@ -169,7 +170,7 @@ async def start_container(
     await remove_containers(docker, mark)
     if endpoint.socket is None or not endpoint.has_own_network:
         await docker.ensure_network(NETWORK)
-    body = _body(launch, options, arguments, {**env, MARK_VARIABLE: mark}, start, mark, endpoint)
+    body = await asyncio.to_thread(_body, launch, options, arguments, {**env, MARK_VARIABLE: mark}, start, mark, endpoint)
     name = f"thaw-{start.node}-{start.instance_id}-{time.monotonic_ns():x}"
     try:
         container = await docker.create(name, body)
@@ -220,7 +221,7 @@ def _body(
     mounts = [m if m.count(":") == 2 else f"{m}:ro" for m in options.mounts]
     source = start.card.info.source
     if source.startswith("/"):
-        mounts.append(f"{source}:{source}:ro")
+        mounts += model_mounts(Path(source))
     host: dict[str, Any] = {
         "Binds": mounts,
         "ShmSize": options.shm_bytes,

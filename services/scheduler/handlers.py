@@ -69,12 +69,17 @@ from shared.contracts.objectives import ReportObjectives
 from shared.contracts.usage import ReportUsage, ViewSpending, ViewUsage
 from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, Unreachable, from_body
 from shared.messaging import Mesh, Responder
+from shared.messaging.responders import CONCURRENT_HANDLERS
 from shared.node_statuses import NodeStatuses
 
 log = logging.getLogger(__name__)
 DEMAND: TypeAdapter[Demand] = TypeAdapter(Demand)
 USAGE: TypeAdapter[ReportUsage | ViewSpending] = TypeAdapter(Annotated[ReportUsage | ViewSpending, Field(discriminator="kind")])
 OBJECTIVES: TypeAdapter[ReportObjectives] = TypeAdapter(ReportObjectives)
+MAX_CHANGES = 1024
+"""Admin requests that may wait at a time, as for a model to be ready; further ones are refused."""
+Change = AddModels | RemoveModel | WakeModel | SleepModel | PullModel | CancelPulls | ChangeNode | Migrate
+View = ExplainPlan | ViewMigrations | ViewUsage | ViewCluster
 _FIND_LOADER_S = 10.0
 _INSPECT_AGAIN_MS = 10_000
 """A repeated inspection waits for the one in progress."""
@@ -118,6 +123,7 @@ class Handlers:
         self._migrations = migrations
         self._numbers = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[Message]] = {}
+        self._changes = 0
         self._over = False
         self._responders: list[Responder] = []
 
@@ -130,7 +136,7 @@ class Handlers:
             self._mesh.respond(subjects.DEMAND, DEMAND, self._demand, concurrent=True),
             self._mesh.respond(subjects.OBJECTIVES, OBJECTIVES, self._objectives, concurrent=True),
             self._mesh.respond(subjects.USAGE, USAGE, self._usage),
-            self._mesh.respond(subjects.ADMIN, ADMIN_REQUEST, self._admin, concurrent=True),
+            self._mesh.respond(subjects.ADMIN, ADMIN_REQUEST, self._admin, concurrent=True, most=MAX_CHANGES + CONCURRENT_HANDLERS),
         ]
         for responder in self._responders:
             await responder.start()
@@ -215,6 +221,38 @@ class Handlers:
             return await self.spending.record(self._loop.state.epoch, request, clock.hour())
 
     async def _admin(self, request: AdminRequest) -> Message:
+        """Answer a request of an operator.
+
+        Some wait for minutes. Their number is limited below that of all requests that are handled
+        at a time, so that they never keep a view from being answered.
+        """
+        if isinstance(request, View):
+            return await self._view(request)
+        if self._changes >= MAX_CHANGES:
+            raise Unavailable(
+                f"{self._changes} requests of operators wait for the scheduler. Try again later",
+                retry_after_ms=1_000,
+                should_retry=True,
+            )
+        self._changes += 1
+        try:
+            return await self._change(request)
+        finally:
+            self._changes -= 1
+
+    async def _view(self, request: View) -> Message:
+        match request:
+            case ExplainPlan():
+                return await self._explainer.explain(request)
+            case ViewMigrations(migration_id=migration_id, limit=limit):
+                return MigrationsViewed(migrations=self._migrations.list_latest(migration_id, limit))
+            case ViewUsage():
+                with _database_errors_as_unavailable():
+                    return await self._ledger.view(request)
+            case ViewCluster(brief=brief):
+                return view(self._loop.state, self._name, clock.now(), self._policy, brief=brief)
+
+    async def _change(self, request: Change) -> Message:
         at = clock.now()
         match request:
             case AddModels():
@@ -231,17 +269,8 @@ class Handlers:
                 return await self._ask(lambda w: PullCancelRequested(at, w, name, place, tier))
             case ChangeNode(node=node, action=action):
                 return await self._ask(lambda w: ChangeNodeRequested(at, w, node, action))
-            case ExplainPlan():
-                return await self._explainer.explain(request)
             case Migrate():
                 return await self._migrate(request)
-            case ViewMigrations(migration_id=migration_id, limit=limit):
-                return MigrationsViewed(migrations=self._migrations.list_latest(migration_id, limit))
-            case ViewUsage():
-                with _database_errors_as_unavailable():
-                    return await self._ledger.view(request)
-            case ViewCluster(brief=brief):
-                return view(self._loop.state, self._name, at, self._policy, brief=brief)
 
     async def _migrate(self, request: Migrate) -> Message:
         if (request.request_id is None) == (request.instance_id is None):

@@ -217,12 +217,15 @@ class Mesh:
         *,
         queue: str = "",
         concurrent: bool = False,
+        most: int | None = None,
         is_temporary: bool = False,
     ) -> Responder:
         """Answer requests on `subject`; every exception becomes a `Failure`.
 
         Serial and in order unless `concurrent`. A temporary responder is started by its owner, and
         is forgotten once it has been stopped and dropped.
+
+        Of concurrent requests, those beyond `most` (None: `CONCURRENT_HANDLERS`) wait.
         """
 
         async def reply(message: Msg) -> None:
@@ -233,7 +236,7 @@ class Mesh:
                 if message.reply:
                     await self.nc.publish(message.reply, data)
 
-        return self._subscribe(subject, reply, queue, concurrent=concurrent, is_temporary=is_temporary)
+        return self._subscribe(subject, reply, queue, concurrent=concurrent, most=most, is_temporary=is_temporary)
 
     def listen(self, subject: str, kind: type[E], handler: Callable[[E], Awaitable[None]]) -> Responder:
         """Handle events of one kind, serially and in order.
@@ -261,10 +264,20 @@ class Mesh:
         return self._subscribe(subject, hear)
 
     def _subscribe(
-        self, subject: str, handle: Handle, queue: str = "", *, concurrent: bool = False, is_temporary: bool = False
+        self,
+        subject: str,
+        handle: Handle,
+        queue: str = "",
+        *,
+        concurrent: bool = False,
+        most: int | None = None,
+        is_temporary: bool = False,
     ) -> Responder:
-        kind = ConcurrentResponder if concurrent else SubscribedResponder
-        responder = kind(self, subject, queue, handle)
+        responder = (
+            ConcurrentResponder(self, subject, queue, handle, most)
+            if concurrent
+            else SubscribedResponder(self, subject, queue, handle)
+        )
         if not is_temporary and not self._started:
             self._declared.append(responder)
         return responder

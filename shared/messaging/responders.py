@@ -137,11 +137,12 @@ class SubscribedResponder:
 
 
 class ConcurrentResponder(SubscribedResponder):
-    """Handles each message in a task of its own, up to `CONCURRENT_HANDLERS` at a time."""
+    """Handles each message in a task of its own, up to `most` at a time."""
 
-    def __init__(self, connection: Connection, subject: str, queue: str, handle: Handle) -> None:
+    def __init__(self, connection: Connection, subject: str, queue: str, handle: Handle, most: int | None = None) -> None:
+        """`most`: None: `CONCURRENT_HANDLERS`."""
         super().__init__(connection, subject, queue, handle)
-        self._free = asyncio.Semaphore(CONCURRENT_HANDLERS)
+        self._free = asyncio.Semaphore(most or CONCURRENT_HANDLERS)
         self._running: set[asyncio.Task[None]] = set()
         self._is_late = False
 

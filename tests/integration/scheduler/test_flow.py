@@ -38,6 +38,7 @@ from shared.errors import (
     NotFound,
     Unavailable,
 )
+from shared.messaging.responders import CONCURRENT_HANDLERS
 from tests.integration.scheduler.conftest import Site, spec
 from tests.integration.scheduler.queries import catalogue, plan_of, ready
 from tests.support.fake_node import MIB, FakeNode
@@ -158,6 +159,34 @@ async def test_wake_sleep_and_remove(site: Site) -> None:
     with pytest.raises(ModelNotFound):
         await site.ask(WakeModel(name="a"), ModelAwake)
     await catalogue_has(site, lambda cards: not cards)
+
+
+async def test_view_does_not_wait_behind_operators_who_wait_for_a_model(site: Site) -> None:
+    site.scheduler()
+    node = await site.node(hold_starts=asyncio.Event())
+    await site.add(spec("a"))
+    wakes = [asyncio.create_task(site.ask(WakeModel(name="a"), ModelAwake)) for _ in range(CONCURRENT_HANDLERS + 10)]
+    await site.until(lambda: bool(node.starts("a")))
+    await site.mesh.flush()
+    assert [m.card.name for m in (await site.view()).models] == ["a"]
+    assert node.hold_starts is not None
+    node.hold_starts.set()
+    assert len({awake.instance_id for awake in await asyncio.gather(*wakes)}) == 1
+
+
+async def test_operators_beyond_the_limit_are_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.scheduler()
+    node = await site.node(hold_starts=asyncio.Event())
+    await site.add(spec("a"))
+    monkeypatch.setattr(handlers, "MAX_CHANGES", 1)
+    wake = asyncio.create_task(site.ask(WakeModel(name="a"), ModelAwake))
+    await site.until(lambda: bool(node.starts("a")))
+    with pytest.raises(Unavailable, match="1 requests of operators wait"):
+        await site.mesh.request(subjects.ADMIN, SleepModel(name="a"), ModelAsleep)
+    assert node.hold_starts is not None
+    node.hold_starts.set()
+    await wake
+    await site.ask(SleepModel(name="a"), ModelAsleep)
 
 
 async def catalogue_has(site: Site, condition: Callable[[dict[str, Any]], bool]) -> None:

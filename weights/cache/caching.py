@@ -96,6 +96,11 @@ class CachingTier:
         """True if bytes that are read are being cached."""
         return self._fill is not None
 
+    @property
+    def is_following(self) -> bool:
+        """True if another process fetches the model, and this load waits for it."""
+        return self._following and not (self.caches or self._whole is not None or self._closed)
+
     def read(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> None:
         is_local = self.read_local(file, offset, into, cancelled)
         if not is_local:
@@ -153,7 +158,7 @@ class CachingTier:
         patience without progress, and soon after `cancelled`.
         """
         waited_since = time.monotonic()
-        while self._following and not (self.caches or self._whole is not None or self._closed):
+        while self.is_following:
             if self._has_progressed():
                 waited_since = time.monotonic()
             elif time.monotonic() - waited_since > self._patience_s:

@@ -3,7 +3,8 @@
 A partial load keeps the ranges that it reads. `CacheFill` then fetches the rest: one model and one
 read at a time, after the reads of all loads on the same link. A new load of the model cancels the
 fetching, and continues the entry itself. If another loader of this machine fetches the model, this
-one waits for it, and the fills after it wait, too.
+one waits for it while the next models are fetched, and queues the model again if the other one has
+given up.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from weights.transfer.links import Links
 from weights.transfer.pieces import Piece
 
 log = logging.getLogger(__name__)
+_MOST_WAITING = 8
+"""Models for which another loader is waited for at a time."""
 
 
 class _Fill:
@@ -34,7 +37,7 @@ class _Fill:
         self.gives_way = False
         """It is cancelled because a load of the model continues it."""
         self.tier: CachingTier | None = None
-        """The tier that fetches; None: it waits for another model, or has ended."""
+        """The open tier; None: the model waits in a queue, or has ended."""
         self._lock = threading.Lock()
         self._waiting: tuple[Link, Transfer] | None = None
 
@@ -66,6 +69,8 @@ class CacheFill:
         self._lock = threading.Lock()
         self._fills: dict[str, _Fill] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cache-fill")
+        self._waits = ThreadPoolExecutor(_MOST_WAITING, thread_name_prefix="cache-wait")
+        self._is_closed = False
 
     def begin(self, card: ModelCard) -> Future[bool]:
         """Fetch the missing ranges of the model, unless they are being fetched.
@@ -78,7 +83,7 @@ class CacheFill:
             if fill is not None and not fill.cancelled.is_set():
                 return fill.done
             fill = self._fills[card.info.revision] = _Fill(card)
-        self._pool.submit(self._run, fill)
+        self._submit(self._pool, self._run, fill)
         return fill.done
 
     def cancel(self, weights_id: str) -> None:
@@ -106,43 +111,75 @@ class CacheFill:
     def close(self) -> None:
         """Cancel all. The links are still open."""
         with self._lock:
+            self._is_closed = True
             fills = list(self._fills.values())
         for fill in fills:
             fill.cancel()
-        self._pool.shutdown(cancel_futures=True)
-        for fill in fills:  # those that the shutdown has taken out of the queue did not run
-            if not fill.done.done():
-                fill.done.set_result(False)
+        for pool in (self._waits, self._pool):
+            pool.shutdown(cancel_futures=True)
+        for fill in fills:  # those that the shutdown has taken out of a queue did not run
+            self._settle(fill)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[_Fill], None], fill: _Fill) -> None:
+        with self._lock:
+            if not self._is_closed:
+                pool.submit(work, fill)
+                return
+        self._settle(fill)
 
     def _run(self, fill: _Fill) -> None:
-        name = fill.card.name
+        """Fetch a model, or have it wait for another loader."""
+        if self._attempt(fill, self._complete):
+            self._submit(self._waits, self._wait, fill)
+        else:
+            self._settle(fill)
+
+    def _wait(self, fill: _Fill) -> None:
+        """Wait for another loader, and queue the model again if it has given up."""
+        if self._attempt(fill, self._wait_for_other_loader):
+            self._submit(self._pool, self._run, fill)
+        else:
+            self._settle(fill)
+
+    def _attempt(self, fill: _Fill, step: Callable[[_Fill, CachingTier], bool]) -> bool:
+        """Open the model and take a step. True: another step follows."""
+        card = fill.card
         try:
-            if not fill.cancelled.is_set():
-                self._complete(fill)
+            if fill.cancelled.is_set():
+                return False
+            tier = self._sources.open(card.info.source, card.info.revision, pinned=card.spec.pin)
+            try:
+                if not isinstance(tier, CachingTier):
+                    return False
+                fill.tier = tier
+                return step(fill, tier) and not fill.cancelled.is_set()
+            finally:
+                fill.tier = None
+                tier.close()
         except ThawError as e:
-            log.info("failed to complete a model in the SSD cache", extra={"model": name, "reason": e.message})
+            log.info("failed to complete a model in the SSD cache", extra={"model": card.name, "reason": e.message})
         except Exception:  # the thread's boundary
-            log.exception("failed to complete a model in the SSD cache", extra={"model": name})
-        finally:
-            with self._lock:
-                if self._fills.get(fill.card.info.revision) is fill:
-                    del self._fills[fill.card.info.revision]
+            log.exception("failed to complete a model in the SSD cache", extra={"model": card.name})
+        return False
+
+    def _settle(self, fill: _Fill) -> None:
+        with self._lock:
+            if self._fills.get(fill.card.info.revision) is fill:
+                del self._fills[fill.card.info.revision]
             if not fill.done.done():
                 fill.done.set_result(fill.gives_way)
 
-    def _complete(self, fill: _Fill) -> None:
-        card = fill.card
-        tier = self._sources.open(card.info.source, card.info.revision, pinned=card.spec.pin)
-        try:
-            if not isinstance(tier, CachingTier):
-                return
-            fill.tier = tier
-            tier.wait_for_other_process(fill.cancelled)
-            if not tier.caches or fill.cancelled.is_set():
-                return
+    def _complete(self, fill: _Fill, tier: CachingTier) -> bool:
+        """Fetch what the cache lacks. True: another loader fetches the model."""
+        if tier.is_following:
+            return True
+        if tier.caches:
             link = self._links.get(tier.link, self._link_threads)
             tier.complete(lambda nbytes, read: fill.read_in_turn(link, nbytes, read), fill.cancelled)
             tier.get_settled_event().wait()
-        finally:
-            fill.tier = None
-            tier.close()
+        return False
+
+    def _wait_for_other_loader(self, fill: _Fill, tier: CachingTier) -> bool:
+        """True: the other loader has given up."""
+        tier.wait_for_other_process(fill.cancelled)
+        return tier.caches

@@ -366,6 +366,26 @@ def test_a_download_to_the_disk_waits_for_another_process_and_takes_over_from_it
     links.close()
 
 
+def test_a_download_that_waits_for_another_process_does_not_delay_the_next_one(server: TierServer, cache: SsdCache) -> None:
+    write_checkpoint(server.directory / "n", tensors(megabytes=1))
+    write_sums(server.directory / "n")
+    first = opened(server, cache)
+
+    def open_source(source: str, *_: object, **__: object) -> CachingTier:
+        return CachingTier(HttpTier(server.url + source.removeprefix("http://s"), QUICK), cache)
+
+    fill = CacheFill(cast(Sources, SimpleNamespace(open=open_source)), links := Links("fair"), 2)
+    followed = fill.begin(card_for("http://s/m", "0" * 32, 1))
+    assert not fill.begin(card_for("http://s/n", "1" * 32, 1)).result(60)
+    assert [source.rpartition("/")[2] for _, source, _ in cache.status().models] == ["n"]
+    assert not followed.done()
+    first.close()
+    assert not followed.result(60)
+    assert cache.lookup(first.revision) is not None
+    fill.close()
+    links.close()
+
+
 def test_a_download_to_the_disk_waits_no_longer_than_its_patience(server: TierServer, cache: SsdCache) -> None:
     first = opened(server, cache)
     second = CachingTier(HttpTier(f"{server.url}/m", QUICK), cache, patience_s=0.1)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def wait_for_first(*events: asyncio.Event) -> None:
@@ -30,3 +34,22 @@ async def end(*tasks: asyncio.Task[object], again_s: float = 1.0) -> None:
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=again_s)
+
+
+async def run_within(within_s: float, work: Coroutine[Any, Any, T], tick_s: float = 1.0) -> T:
+    """Return the result of `work`, or raise `TimeoutError` after `within_s` seconds.
+
+    The limit is counted in ticks: after a pause of this process or machine, in which `work` could
+    not continue either, only one tick is over.
+    """
+    task = asyncio.create_task(work)
+    try:
+        left_s = within_s
+        while left_s > 0:
+            done, _ = await asyncio.wait((task,), timeout=min(tick_s, left_s))
+            if done:
+                return task.result()
+            left_s -= tick_s
+        raise TimeoutError
+    finally:
+        await end(task)

@@ -127,6 +127,20 @@ async def test_slow_body_fails_alone(parsers: ParserProcess, monkeypatch: pytest
     assert not psutil.pid_exists(pid)
 
 
+async def test_a_body_survives_a_pause_of_the_machine(parsers: ParserProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = await ready(parsers)
+    waiting = await parsing(parsers, chat())
+    loop, pause_s = asyncio.get_running_loop(), 3600.0
+    read_clock = loop.time
+    monkeypatch.setattr(loop, "time", lambda: read_clock() + pause_s)
+    for _ in range(5):  # timers that have become due run
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    os.kill(pid, signal.SIGCONT)
+    assert (await waiting).engine_request.body == chat()
+    assert parsers.pid == pid
+
+
 async def test_after_a_crash_no_large_body_is_parsed_here(parsers: ParserProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = await ready(parsers)
     killed = await parsing(parsers, chat())

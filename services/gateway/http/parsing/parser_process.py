@@ -23,13 +23,16 @@ from services.gateway.http.parsing.request_parser import BodyLimits, ParsedReque
 from shared.contracts.base import ErrorBody
 from shared.contracts.inference import Endpoint
 from shared.errors import DeadlineExceeded, Unavailable, from_body
+from shared.tasks import run_within
 
 log = logging.getLogger(__name__)
 
 LARGE_BYTES = 64 * 1024
 _START_S = 30.0
 _JOB_S = 20.0
-"""Longest time for one body; 8 MB take less than a second on an idle machine."""
+"""Longest time for one body; 8 MB take less than a second on an idle machine. Pauses of the machine
+do not count.
+"""
 _IDLE_S = 300.0
 _MAX_RESULT_BYTES = 1 << 30
 
@@ -112,8 +115,7 @@ class ParserProcess:
     async def _run(self, worker: asyncio.subprocess.Process, job: Job) -> ParsedRequest | ErrorBody:
         self._await_idle()
         try:
-            async with asyncio.timeout(_JOB_S):
-                return await self._exchange(worker, job)
+            return await run_within(_JOB_S, self._exchange(worker, job))
         except TimeoutError as e:
             await self._on_crash(e, job)
             raise DeadlineExceeded(

@@ -137,6 +137,7 @@ class Vocabulary:
             marked[token] = _SPECIAL + marked[token].removeprefix(_SPECIAL)
         self._encode = encode
         self._encoded_bytes = max(_ENCODED_BYTES, 4 * max(map(len, tokens), default=0))
+        self._latest: tuple[bytes, Sequence[int]] = b"", ()
         self._callback = _TOKENIZE(self._tokenize)
         lens = array("I", map(len, marked))
         extra = (c_uint32 * len(eos))(*eos[1:])
@@ -167,7 +168,12 @@ class Vocabulary:
         end = min(size, self._encoded_bytes)
         while end < size and text[end] & 0xC0 == 0x80:  # not within a character
             end -= 1
-        found = self._encode(ctypes.string_at(text, end)) if end else ()
+        part = ctypes.string_at(text, end)
+        # The library asks again, with more room, if the text has more tokens than it expected.
+        latest, found = self._latest
+        if part != latest:
+            found = self._encode(part) if part else ()
+            self._latest = part, found  # replaced as one: other threads ask too
         for i, token in enumerate(found[:room]):
             out[i] = token
         return len(found)

@@ -289,3 +289,22 @@ def test_each_mask_of_a_long_forced_text_encodes_only_its_beginning() -> None:
     assert json.dumps(forced, ensure_ascii=False).encode().startswith(made)
     assert len(made) >= 30
     assert 0 < max(encoded) <= 2048
+
+
+def test_a_mask_encodes_its_forced_text_once() -> None:
+    """The text has more tokens than the library makes room for, so that it asks twice."""
+    encoded: list[bytes] = []
+
+    def encode(text: bytes) -> list[int]:
+        encoded.append(text)
+        return list(text)
+
+    vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), b"", b"aa"], (), (256,), encode)
+    text = json.dumps({"const": "a" * 1_000})
+    matcher = Matcher.compile(vocabulary, _grammar_text(OutputFormat("json_schema", text, "p")), _LIMITS)
+    encoded.clear()
+    for token in b'"aaa':
+        assert matcher.compute_mask() is not None
+        assert matcher.consume_token(token)
+    assert encoded
+    assert len(set(encoded)) == len(encoded), "each beginning once"

@@ -243,6 +243,8 @@ async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
         gateway.tasks.append(group.create_task(following.run(), name=bucket.__name__))
         if copy is cards:
             gateway.catalog_watcher = following
+        elif copy is keys:
+            gateway.keys_watcher = following
     await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
 
 

@@ -64,6 +64,7 @@ PAUSED_S = 1.0
 _STARTING_RETRY_MS = 1_000
 _ADMIN_WAIT_S = 2.0
 _CATALOG_TIMEOUT_S = 2.0
+_KEYS_TIMEOUT_S = 2.0
 
 
 def byte_limits(settings: GatewaySettings) -> ByteLimits:
@@ -102,6 +103,7 @@ class Gateway:
         self.settings = settings
         self.catalog = Catalog()
         self.catalog_watcher: BucketWatcher | None = None
+        self.keys_watcher: BucketWatcher | None = None
         self.request_log = request_log
         self.dispatcher = Dispatcher(self.id, self)
         self.engines = EngineClient(mesh, self.id)
@@ -112,7 +114,7 @@ class Gateway:
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
         key_store = KeyStore(KeyMarker(settings.state / "gateway"))
         key_store.on_removed = self.on_key_removed
-        self.key_writer = KeyWriter(mesh, key_store)
+        self.key_writer = KeyWriter(mesh, key_store, self._catch_up_keys)
         self.rate_limits = RateLimiter(mesh, self.id, key_store)
         self.authorizer = Authorizer(settings, key_store, is_exposed=is_exposed)
         self.admission = Admission(byte_limits(settings))
@@ -476,6 +478,10 @@ class Gateway:
         """Let the catalogue catch up with the registrations before this call."""
         if self.catalog_watcher is not None:
             await self.catalog_watcher.catch_up(_CATALOG_TIMEOUT_S)
+
+    async def _catch_up_keys(self) -> bool:
+        """Let the copy of the API keys catch up; False: it did not in time."""
+        return self.keys_watcher is not None and await self.keys_watcher.catch_up(_KEYS_TIMEOUT_S)
 
     def begin_closing(self) -> None:
         """Refuse new requests; active ones continue."""

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
+from nats.js.api import Header
+from nats.js.errors import APIError, KeyWrongLastSequenceError
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, KeyValue
 
 from shared.messaging.consumers import watching
@@ -23,6 +25,8 @@ _CLUSTER_CHECK_S = 2.0
 """The same with replicas: the consumer may be lost with a server that is not the client's."""
 _NEXT_S = 5.0
 _RETRY_S = 0.3
+_WRONG_LAST_SEQUENCE = (10071, 10164)
+"""JetStream's codes for an expected sequence that is not the last one."""
 
 
 class Copy(Protocol):
@@ -118,22 +122,27 @@ class BucketWatcher:
                 log.info("failed to read a bucket; retrying", extra={"error": repr(e)})
             await asyncio.sleep(_RETRY_S)
 
-    async def catch_up(self, within_s: float) -> None:
+    async def catch_up(self, within_s: float) -> bool:
         """Wait until the copy has what was written before this call, or `within_s` seconds.
 
         Callers that wait at the same time share two questions to the server at most.
+
+        Returns:
+            True if the copy has it.
         """
         asked_at = time.monotonic()
         with contextlib.suppress(NatsError, TimeoutError, ConnectionError):  # the copy is all there is
             async with asyncio.timeout(within_s), self._catching_up:
                 if self._caught_up_at >= asked_at or self._followed is None:
-                    return
+                    return self._followed is not None
                 began_at = time.monotonic()
                 newest = await _find_newest_revision(self._followed)
                 while self._copied < newest:
                     self._advanced.clear()
                     await self._advanced.wait()
                 self._caught_up_at = began_at
+                return True
+        return False
 
     async def _follow(self) -> None:
         reconnections = self._mesh.reconnections
@@ -189,6 +198,27 @@ class BucketWatcher:
     def _note_copied(self) -> None:
         self._copied = self._revision
         self._advanced.set()
+
+
+async def create_entry(js: JetStreamContext, bucket: str, key: str, value: bytes, last: int) -> int:
+    """Write an entry if nothing else was written to the bucket since, and return its revision.
+
+    Args:
+        js: The connection.
+        bucket: Its name.
+        key: Of the entry.
+        value: Of the entry.
+        last: The revision of the bucket's newest entry.
+
+    Raises:
+        KeyWrongLastSequenceError: The bucket has a newer entry.
+    """
+    try:
+        return (await js.publish(f"$KV.{bucket}.{key}", value, headers={Header.EXPECTED_LAST_SEQUENCE: str(last)})).seq
+    except APIError as e:
+        if e.err_code in _WRONG_LAST_SEQUENCE:
+            raise KeyWrongLastSequenceError(description=e.description) from e
+        raise
 
 
 async def delete_entry(js: JetStreamContext, bucket: str, key: str) -> int:

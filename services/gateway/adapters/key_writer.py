@@ -9,10 +9,11 @@ each other. NATS acknowledges a write after it is on the disk (docs/adr/0048).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from shared.contracts import subjects
 from shared.contracts.keys import MAX_OVERLAP_S, ApiKey, ChangeKey, KeyChanged, KeyLimits, NewKey, RotateKey
 from shared.errors import Conflict, NotFound, StoreFull, ThawError, Unavailable
 from shared.messaging import Mesh
-from shared.messaging.buckets import delete_entry
+from shared.messaging.buckets import create_entry, delete_entry
 from shared.messaging.full_stores import full_as
 from shared.messaging.streams import ensure_audit_stream, keys_bucket
 
@@ -59,6 +60,11 @@ def _store_errors_as_unavailable() -> Iterator[None]:
         ) from e
 
 
+async def _is_current() -> bool:
+    """The copy of a bucket to which no other gateway writes."""
+    return True
+
+
 def limits_of(key: NewKey | ApiKey) -> dict[str, Any]:
     """Return the fields of a key that limit its use."""
     return {name: getattr(key, name) for name in _LIMITS}
@@ -67,7 +73,15 @@ def limits_of(key: NewKey | ApiKey) -> dict[str, Any]:
 class KeyWriter:
     """Write keys and the audit log. The store's copy has a change before its reply."""
 
-    def __init__(self, mesh: Mesh, store: KeyStore) -> None:
+    def __init__(self, mesh: Mesh, store: KeyStore, catch_up: Callable[[], Awaitable[bool]] = _is_current) -> None:
+        """Create a writer.
+
+        Args:
+            mesh: The connection to NATS.
+            store: The copy of the bucket.
+            catch_up: Lets the copy catch up with what is in the bucket; False: it did not in time.
+        """
+        self._catch_up = catch_up
         self._mesh = mesh
         self._store = store
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -78,12 +92,15 @@ class KeyWriter:
             return await self._add(new, actor)
 
     async def _add(self, new: NewKey, actor: Actor) -> ApiKey:
-        if self._store.find_named(new.name):
-            raise Conflict(f"An API key called {new.name} exists already. Revoke it, or choose another name", param="name")
+        self._refuse_present(new.name)
         key = ApiKey(name=new.name, scope=new.scope, created=int(time.time()), **limits_of(new))
         async with self._audited("add", key.name, actor, key.model_dump(mode="json", exclude_defaults=True)) as bucket:
-            await self._create(bucket, new.sha256, key)
+            await self._create_named(bucket, new.sha256, key)
         return key
+
+    def _refuse_present(self, name: str) -> None:
+        if self._store.find_named(name):
+            raise Conflict(f"An API key called {name} exists already. Revoke it, or choose another name", param="name")
 
     async def put(self, new: NewKey, actor: Actor) -> ApiKey:
         """Make the key exist as described, as a file of keys does.
@@ -265,8 +282,39 @@ class KeyWriter:
                 await self._mark(bucket, key)
                 revision = await bucket.create(digest, value)
         except KeyWrongLastSequenceError as e:
-            raise Conflict("This API key exists already under another name. Create a new key", param="sha256") from e
+            raise _existing_key() from e
         self._store.on_written(digest, value, revision)
+
+    async def _create_named(self, bucket: KeyValue, digest: str, key: ApiKey) -> None:
+        """Create the only record of a name.
+
+        It is written only if the bucket has not changed since the copy was seen to lack the name:
+        another gateway may add the name at the same time.
+
+        Raises:
+            Conflict: The name or the key exists already.
+            Unavailable: The copy of the bucket is late, or the bucket changes all the time.
+        """
+        js, value = self._mesh.nc.jetstream(timeout=_TIMEOUT_S), key.model_dump_json().encode()
+        with full_as(_FULL):
+            await self._mark(bucket, key)
+        deadline = time.monotonic() + _TIMEOUT_S
+        while time.monotonic() < deadline:
+            last = (await bucket.status()).stream_info.state.last_seq
+            if not await self._catch_up():
+                break
+            self._refuse_present(key.name)
+            with contextlib.suppress(KeyNotFoundError):
+                await bucket.get(digest)
+                raise _existing_key()
+            try:
+                with full_as(_FULL):
+                    revision = await create_entry(js, subjects.KEYS_BUCKET, digest, value, last)
+            except KeyWrongLastSequenceError:
+                continue
+            self._store.on_written(digest, value, revision)
+            return
+        raise Unavailable("The store of API keys was changed meanwhile. Repeat the request", should_retry=True)
 
     async def _update(self, bucket: KeyValue, digest: str, before: ApiKey, key: ApiKey) -> None:
         """Replace the record `before` of a key.
@@ -308,6 +356,10 @@ class KeyWriter:
 
     def _find_newest(self, name: str) -> ApiKey:
         return max(self._find(name).values(), key=_rank)
+
+
+def _existing_key() -> Conflict:
+    return Conflict("This API key exists already under another name. Create a new key", param="sha256")
 
 
 def _earlier(*times: int | None) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,43 @@ async def test_a_name_is_added_once(writer: KeyWriter, store: KeyStore) -> None:
     found = await asyncio.gather(*(writer.add(new_key(k), ACTOR) for k in ("a", "b")), return_exceptions=True)
     assert [type(f) for f in found] == [ApiKey, Conflict]
     assert list(store.find_named("alice")) == [hash_key("a")]
+
+
+async def test_a_name_is_added_once_by_two_gateways(node: FakeNode, tmp_path: Path) -> None:
+    stores = [KeyStore(KeyMarker(tmp_path / name)) for name in ("first", "second")]
+    watchers = [BucketWatcher(node.mesh, keys_bucket, store, store.own_writes) for store in stores]
+    running = [asyncio.create_task(watcher.run()) for watcher in watchers]
+    writers = [KeyWriter(node.mesh, s, partial(w.catch_up, 60.0)) for s, w in zip(stores, watchers, strict=True)]
+    try:
+        await until(lambda: all(store.complete and w._followed for store, w in zip(stores, watchers, strict=True)))
+        for number in range(3):
+            key = NewKey(name=f"bob-{number}", sha256=hash_key(f"a{number}"))
+            other = key.model_copy(update={"sha256": hash_key(f"b{number}")})
+            adding = (w.add(k, ACTOR) for w, k in zip(writers, (key, other), strict=True))
+            found = await asyncio.gather(*adding, return_exceptions=True)
+            assert sorted(type(f).__name__ for f in found) == ["ApiKey", "Conflict"]
+            assert [await w.catch_up(60.0) for w in watchers] == [True, True]
+            named = [store.find_named(key.name).keys() for store in stores]
+            assert named[0] == named[1]
+            assert len(named[0]) == 1
+    finally:
+        await end(*running)
+
+
+async def test_a_key_is_added_under_one_name(writer: KeyWriter, store: KeyStore) -> None:
+    await writer.add(new_key("a"), ACTOR)
+    store.remove(hash_key("a"))  # as if another gateway had added it just now
+    with pytest.raises(Conflict, match="under another name"):
+        await writer.add(NewKey(name="bob", sha256=hash_key("a")), ACTOR)
+
+
+async def test_a_key_is_not_added_while_the_copy_is_late(node: FakeNode, store: KeyStore) -> None:
+    async def is_late() -> bool:
+        return False
+
+    with pytest.raises(Unavailable, match="Repeat"):
+        await KeyWriter(node.mesh, store, is_late).add(new_key("a"), ACTOR)
+    assert store.find_named("alice") == {}
 
 
 async def test_a_key_is_rotated_once_at_a_time(writer: KeyWriter, store: KeyStore) -> None:

@@ -59,15 +59,15 @@ async def test_models_that_a_key_may_not_use_do_not_exist_for_it(
     """They are refused in the same words, after the same question to NATS."""
     questions, catch_up = 0, BucketWatcher.catch_up
 
-    async def count(self: BucketWatcher, within_s: float) -> None:
+    async def count(self: BucketWatcher, within_s: float) -> bool:
         nonlocal questions
         questions += 1
-        await catch_up(self, within_s)
+        return await catch_up(self, within_s)
 
-    monkeypatch.setattr(BucketWatcher, "catch_up", count)
     served, _ = pair
     await node.engine("alpha")
     await add_key(served, "team", "sk-team", models=["al*"])
+    monkeypatch.setattr(BucketWatcher, "catch_up", count)
     async with openai_client(served, "sk-team") as client:
         assert [m.id for m in (await client.models.list()).data] == ["alpha"]
         answered = await client.chat.completions.create(model="a", messages=[{"role": "user", "content": "Hi"}])

@@ -24,6 +24,7 @@ _LENGTHS = ("minLength", "maxLength")
 _NOT_COUNTED = ("pattern", "format", "$ref", "anyOf", "oneOf", "allOf", "not", "if", "const", "enum")
 """Keywords of a string's schema that the number of its characters does not express."""
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
+_ANY_KEY = r"""/[^<>"=(){}\[\]:,\s]+/"""
 _MAX_STEPS = 64
 """Most references and choices of one argument that are followed."""
 
@@ -88,6 +89,42 @@ def write_arguments(rule: str, notation: Notation, schema: Mapping[str, Any], te
             return _python_rules(rule, schema, tool)
         case BareArguments(quote=quote):
             return _Bare(quote, text, tool).rules(rule, schema, _MAX_DEPTH)
+
+
+def write_any_arguments(rule: str, notation: Notation, text: MarkedText) -> list[str]:
+    """Write the rules of arguments that are held to no schema, but to the notation."""
+    key = f"{rule}_KEY".upper()
+    match notation:
+        case JsonArguments():
+            return [f"{rule}: {json_rule({'type': 'object'})}"]
+        case TaggedArguments() as tags:
+            value, rules = _Tagged(tags, text, {}, "").any_value(f"{rule}_value")
+            item = f"{text.write(tags.key_begin)} {key} {text.write(tags.key_end + tags.value_begin)} {value}"
+            return [f"{rule}: {rule}_item* {text.write(tags.end)}", f"{rule}_item: {item}", f"{key}: {_ANY_KEY}", *rules]
+        case PythonArguments():
+            return [
+                f'{rule}: ({rule}_item (", " {rule}_item)*)? ")"',
+                f'{rule}_item: {key} "=" {rule}_value',
+                f'{rule}_value: {rule}_json | {rule}_text | "True" | "False" | "None" | {rule}_list | {rule}_dict',
+                f'{rule}_list: "[" ({rule}_value (", " {rule}_value)*)? "]"',
+                f'{rule}_dict: "{{" ({rule}_pair (", " {rule}_pair)*)? "}}"',
+                f'{rule}_pair: {rule}_text ": " {rule}_value',
+                f"{rule}_text: {rule.upper()}_QUOTED",
+                f"{rule}_json: {json_rule({})}",
+                f"{key}: /[A-Za-z_][A-Za-z0-9_]*/",
+                _write_quoted(rule, "*"),
+            ]
+        case BareArguments(quote=quote):
+            end, rules = text.write_until(f"{rule}_text".upper(), quote, ())
+            values = f'{text.write(quote)} {end} | {rule}_json | {rule} | "[" ({rule}_value ("," {rule}_value)*)? "]"'
+            return [
+                f'{rule}: "{{" ({rule}_item ("," {rule}_item)*)? "}}"',
+                f'{rule}_item: {key} ":" {rule}_value',
+                f"{rule}_value: {values}",
+                f"{rule}_json: {json_rule({'type': ['number', 'boolean', 'null']})}",
+                f"{key}: {_ANY_KEY}",
+                *rules,
+            ]
 
 
 def _properties(schema: Mapping[str, Any], tool: str) -> list[tuple[str, Mapping[str, Any], bool]]:
@@ -255,6 +292,10 @@ class _Tagged:
         is_plain = isinstance(value, str) and (is_text(types) or not is_json_of(value.strip(), types))
         return self.text.write(str(value) if is_plain else json.dumps(value, ensure_ascii=False))
 
+    def any_value(self, rule: str) -> tuple[str, list[str]]:
+        """Return the expression of any value with its end, and the rules that it needs."""
+        return self._free_text(rule, {})
+
     def _free_text(self, rule: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
         style = self.style
         end = style.value_end.rstrip()
@@ -291,9 +332,13 @@ def _python_value(rule: str, schema: Mapping[str, Any], root: Mapping[str, Any])
         return [f'{rule}: "True" | "False"']
     rules = [f"{rule}_json: {json_rule(_add_definitions(schema, root))}"]
     if schema.get("type") == "string" and not set(_NOT_COUNTED) & schema.keys():
-        quoted = rf"{rule.upper()}_QUOTED: /'([^'\\\n\r]|\\['\\nrt]){_string_chars(schema, '')}'/"
-        return [f"{rule}: {rule}_json | {rule.upper()}_QUOTED", quoted, *rules]
+        return [f"{rule}: {rule}_json | {rule.upper()}_QUOTED", _write_quoted(rule, _string_chars(schema, "")), *rules]
     return [f"{rule}: {rule}_json" + (' | "None"' if _has_null(schema) else ""), *rules]
+
+
+def _write_quoted(rule: str, chars: str) -> str:
+    """Write the rule of a string of Python in single quotes with this number of characters."""
+    return rf"{rule.upper()}_QUOTED: /'([^'\\\n\r]|\\['\\nrt]){chars}'/"
 
 
 def _has_null(schema: Mapping[str, Any]) -> bool:

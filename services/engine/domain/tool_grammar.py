@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from services.engine.domain.argument_grammar import MarkedText, json_rule, write_arguments
+from services.engine.domain.argument_grammar import MarkedText, Notation, json_rule, write_any_arguments, write_arguments
 from services.engine.domain.output_format import OutputFormat, limit_chars
 from services.engine.domain.tool_request import Tool, ToolRequest
 from shared.contracts.engines import ToolFormat
 from shared.errors import InvalidRequest
 from shared.tool_calls.families import FAMILIES
-from shared.tool_calls.family import CallObject, Channels, Family, NamedCall
+from shared.tool_calls.family import CallObject, Channels, Family, JsonArguments, NamedCall
 
 MAX_CALLS = 16
 """Most calls that a grammar allows in one response."""
@@ -98,7 +98,7 @@ class _Framed:
         style = self.family.style
         if isinstance(style, CallObject):
             begin = _quote(f'{{"name": "{tool.name}", "{style.arguments}": ')
-            return [f'body_{i}: {begin} a{i} "}}"', f"a{i}: {json_rule(tool.schema)}"]
+            return [f'body_{i}: {begin} a{i} "}}"', *_arguments(i, JsonArguments(), tool, self.request, self.text)]
         assert isinstance(style, NamedCall)
         name = self.text.write(f"{style.name_begin}{style.prefix}{tool.name}")
         index = ' ":" INDEX' if style.is_indexed else ""
@@ -106,7 +106,7 @@ class _Framed:
         return [
             *rules,
             f"body_{i}: {name}{index} {self.text.write(style.name_end)} a{i}",
-            *write_arguments(f"a{i}", style.arguments, tool.schema, self.text, tool.name),
+            *_arguments(i, style.arguments, tool, self.request, self.text),
         ]
 
     def _free_text(self, opening: str, *, is_list: bool) -> list[str]:
@@ -134,12 +134,19 @@ def _channel_rules(request: ToolRequest, text: MarkedText, content: OutputFormat
     ]
     for i, tool in enumerate(request.tools):
         begin = text.write(f"{call}{tool.name} <|constrain|>json<|message|>")
-        rules += [f"call_{i}: {begin} a{i}", f"a{i}: {json_rule(tool.schema)}"]
+        rules += [f"call_{i}: {begin} a{i}", *_arguments(i, JsonArguments(), tool, request, text)]
     if request.mode == "required":
         return ["start: thought? calls", *rules]
     final = text.write("<|channel|>final<|message|>")
     body = _content(content, FAMILIES["openai"]) if content is not None else "TEXT"
     return ["start: thought? (calls | final)", f"final: {final} answer", f"answer: {body}", _ANY, *rules]
+
+
+def _arguments(i: int, notation: Notation, tool: Tool, request: ToolRequest, text: MarkedText) -> list[str]:
+    """Write the rules of the arguments of the tool with the number `i`."""
+    if request.is_held(tool):
+        return write_arguments(f"a{i}", notation, tool.schema, text, tool.name)
+    return write_any_arguments(f"a{i}", notation, text)
 
 
 def _content(content: OutputFormat, family: Family) -> str:

@@ -46,6 +46,13 @@ class ToolRequest:
         """True if a grammar holds the calls: demanded calls, and tools with `strict`."""
         return self.mode == "required" or (self.mode == "auto" and any(tool.is_strict for tool in self.tools))
 
+    def is_held(self, tool: Tool) -> bool:
+        """True if a grammar holds the calls of a tool to its schema.
+
+        Beside strict tools the model decides about the arguments of the others.
+        """
+        return self.mode == "required" or tool.is_strict or not any(each.is_strict for each in self.tools)
+
 
 def may_be_enforced(tools: Any, choice: Any) -> bool:
     """True if the tools of a body may need a grammar. Cheap, and without checks."""

@@ -108,6 +108,36 @@ def test_strict_tools_leave_text_free_and_hold_calls(compiler: GrammarCompiler, 
     assert not accepts(grammar, tokens, call.replace("Bern", "Oslo"))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_tools_beside_strict_ones_have_any_arguments(compiler: GrammarCompiler, tokens: Tokenization, form: ToolFormat) -> None:
+    asked = read_tools([function("weather", strict=True), function("news")], "auto", True)
+    assert asked is not None
+    grammar = compiler.compile(write_tool_grammar(asked, form, {}))
+    for arguments in ({"place": "Oslo"}, {"place": "Bern", "other": "a b"}, {}):
+        call = write(form, ("news", arguments))
+        assert accepts(grammar, tokens, call)
+        parser = ToolCallParser(form, {"weather": SCHEMA, "news": SCHEMA})
+        pieces = parser.feed(call) + parser.finish()
+        assert json.loads("".join(piece.text for piece in pieces if isinstance(piece, Arguments))) == arguments
+        assert not accepts(grammar, tokens, write(form, ("weather", arguments)))
+    assert accepts(grammar, tokens, write(form, ("weather", {"place": "Bern"})))
+    values = {"text": "a", "count": 3, "flag": True, "none": None, "many": [1, "b"], "inner": {"a": "b"}}
+    assert accepts(grammar, tokens, write(form, ("news", values)))
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_only_where_it_must_be() -> None:
+    unsupported = function("news", {"type": "object", "patternProperties": {"a": {}}})
+    strict = function("weather", strict=True)
+    for form in FORMS:
+        asked = read_tools([strict, unsupported], "auto", True)
+        assert asked is not None
+        write_tool_grammar(asked, form, {})
+    demanded = read_tools([strict, unsupported], "required", True)
+    assert demanded is not None
+    with pytest.raises(InvalidRequest, match="patternProperties"):
+        write_tool_grammar(demanded, "qwen3_coder", {})
+
+
 def write(form: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
     """Write calls as a grammar has them, without markers that may be omitted."""
     return write_calls(form, calls).removesuffix("<|call|>").replace("<|python_start|>", "").replace("<|python_end|>", "")

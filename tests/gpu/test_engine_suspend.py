@@ -30,7 +30,7 @@ from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import InstanceState, StartInstance
 from shared.sizing import need_of
 from tests.integration.nodeagent.harness import Node, gone, running_node
-from tests.integration.nodeagent.test_real_engine import inspected
+from tests.integration.nodeagent.real_engines import inspected
 from tests.support.hosted import hosted_card
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model

@@ -14,27 +14,10 @@ import pytest
 
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
-from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
 from shared.errors import UnsupportedParameter
+from tests.integration.enginehost.driver_cards import ENGINES, SETTINGS, card_of
 from tests.support.hosted import MIB, Hosts, fake_program, hosted_card
-
-SETTINGS = {
-    "vllm": "THAW_VLLM_PYTHON",
-    "sglang": "THAW_SGLANG_PYTHON",
-    "llamacpp": "THAW_LLAMACPP_SERVER",
-    "tensorrt-llm": "THAW_TRTLLM_SERVE",
-    "ollama": "THAW_OLLAMA_PROGRAM",
-}
-ENGINES = sorted(SETTINGS)
-
-
-def card_of(tmp_path: Path, engine: str, **more: Any) -> ModelCard:
-    if engine == "ollama":
-        return hosted_card("engine://qwen3:0.6b", engine, memory=MIB, **more)
-    source = tmp_path / "model.gguf" if engine == "llamacpp" else tmp_path
-    source.touch()
-    return hosted_card(source, engine, **more)
 
 
 class Driven:

@@ -15,7 +15,7 @@ from services.enginehost.runtimes.endpoint import can_isolate, make_directory
 from shared.contracts import subjects
 from shared.contracts.inference import CancelInfer
 from shared.settings import NodeSettings
-from tests.integration.enginehost.test_drivers import ENGINES, SETTINGS, card_of
+from tests.integration.enginehost.driver_cards import ENGINES, SETTINGS, card_of
 from tests.support.hosted import FAKE, MIB, Hosts, fake_program, hosted_card
 from tests.support.intruder import listening_sockets, tried_by_another_user
 

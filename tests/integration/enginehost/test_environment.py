@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from services.nodeagent.engines.direct import DirectLauncher
-from tests.integration.enginehost.test_spare import Node
+from tests.integration.enginehost.spare_node import Node
 from tests.support.hosted import Hosts, fake_card
 
 SECRETS = {

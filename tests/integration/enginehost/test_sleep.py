@@ -19,7 +19,7 @@ from services.nodeagent.suspend.sleep import EngineSleep
 from shared.contracts import subjects
 from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine, WakeEngine
 from shared.errors import CannotSuspend, DeadlineExceeded, EngineFailed
-from tests.integration.enginehost.test_drivers import card_of
+from tests.integration.enginehost.driver_cards import card_of
 from tests.support.hosted import MIB, Hosts, fake_program
 from tests.support.stopping import stop
 

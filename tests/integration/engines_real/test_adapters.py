@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pydantic import TypeAdapter
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
@@ -17,13 +15,12 @@ from shared.contracts.engine import DropAdapter
 from shared.contracts.loader import FetchModelFiles, ModelFilesFetched
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
-from tests.support.adapters import adapter_card, merge, write_adapter
+from tests.integration.engines_real.merged_lora import PROMPT, TOKENS, merged
+from tests.support.adapters import adapter_card, write_adapter
 from tests.support.hosted import Hosts
 from tests.support.servers import NatsServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
-TOKENS = 24
-PROMPT = "The ice"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -51,18 +48,6 @@ async def generated(hosts: Hosts, instance: str, adapter: Path | None) -> list[i
     assert answer.json["model"] == ("demo" if adapter is None else adapter.name)
     found: list[int] = answer.json["choices"][0]["token_ids"]
     return found
-
-
-def merged(base: Path, adapter: Path | None) -> list[int]:
-    """Return the tokens of transformers in fp32."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    if adapter is not None:
-        merge(model, adapter)
-    prompt = AutoTokenizer.from_pretrained(base)(PROMPT, return_tensors="pt")["input_ids"]
-    model.generation_config.eos_token_id = None
-    out = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False)
-    tokens: list[int] = out[0, prompt.shape[1] :].tolist()
-    return tokens
 
 
 async def test_adapters_and_base_give_the_tokens_of_merged_models(

@@ -25,7 +25,7 @@ from tests.integration.engines_real.conftest import (
     spawn_loader,
     spawned_with_loader,
 )
-from tests.integration.engines_real.test_adapters import PROMPT, TOKENS, merged
+from tests.integration.engines_real.merged_lora import PROMPT, TOKENS, merged
 from tests.support.hosted import Hosts, hosted_card
 from tests.support.servers import NatsServer
 from thaw.demo.models import SIZES, make_demo_model

@@ -46,6 +46,8 @@ from tests.support.patient_mesh import PatientMesh
 MIB = 1024 * 1024
 WITHIN_S = 60.0
 _EPOCH = 1 << 32
+ZYGOTE = {"THAW_ZYGOTE": "true", "THAW_ZYGOTE_MODULE": "tests.support.stub_zygote"}
+"""Settings of a node whose engines a stub zygote forks."""
 
 
 def card(stub: dict[str, Any] | None = None, *, name: str = "demo", init_timeout: float = 60.0) -> ModelCard:

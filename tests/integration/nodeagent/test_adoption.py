@@ -18,11 +18,10 @@ from shared.contracts import subjects
 from shared.contracts.engine import EngineReport
 from shared.contracts.node import InstanceState
 from shared.messaging import Mesh
-from tests.integration.nodeagent.harness import MIB, Node, begin_request, gone, running_node
+from tests.integration.nodeagent.harness import MIB, ZYGOTE, Node, begin_request, gone, running_node
 from tests.support.servers import NatsServer
 
 READY, DRAINING, STOPPED, FAILED = InstanceState.READY, InstanceState.DRAINING, InstanceState.STOPPED, InstanceState.FAILED
-ZYGOTE = {"THAW_ZYGOTE": "true", "THAW_ZYGOTE_MODULE": "tests.support.stub_zygote"}
 
 
 @pytest.fixture(params=["direct", "zygote"])

@@ -23,7 +23,7 @@ from shared.contracts.node import InstanceState, StartInstance
 from shared.settings import NodeSettings
 from shared.sizing import MIB, need_of
 from tests.integration.nodeagent.harness import Node, gone, running_node
-from tests.integration.nodeagent.test_separate_memory import Loaders
+from tests.integration.nodeagent.loaders import Loaders
 from tests.support.engines import Engines, Stream
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model

@@ -15,7 +15,7 @@ from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
 from tests.integration.engine.processes import until_streaming
 from tests.integration.nodeagent.harness import Node, gone
-from tests.integration.nodeagent.test_executor import shared_node, started
+from tests.integration.nodeagent.shared_engines import shared_node, started
 from tests.support import faulty_zygote
 from tests.support.engines import Engines
 from tests.support.servers import NatsServer

@@ -16,8 +16,8 @@ from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, InstanceStatus
 from tests.integration.engine.processes import SLOW, until_streaming
 from tests.integration.nodeagent.harness import Node, gone
-from tests.integration.nodeagent.test_executor import ASKED, shared_node
-from tests.integration.nodeagent.test_real_engine import start_of
+from tests.integration.nodeagent.real_engines import start_of
+from tests.integration.nodeagent.shared_engines import ASKED, shared_node
 from tests.support.engines import Engines
 from tests.support.servers import NatsServer
 

@@ -11,18 +11,16 @@ import pytest
 
 from shared.contracts import subjects
 from shared.contracts.base import Done
-from shared.contracts.loader import Inspected, InspectModel, LoaderStatus
-from shared.contracts.models import ModelCard, ModelSpec
-from shared.contracts.node import InstanceState, StartInstance
+from shared.contracts.models import ModelSpec
+from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase
-from shared.sizing import need_of
-from tests.integration.nodeagent.harness import Node, gone, running_node
+from tests.integration.nodeagent.harness import gone, running_node
+from tests.integration.nodeagent.real_engines import inspected, start_of
 from tests.support.forking import executed
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
 
 pytestmark = pytest.mark.slow
-EPOCH = 1 << 32
 
 
 @pytest.fixture
@@ -30,32 +28,6 @@ def started_as_by_users() -> Iterator[None]:
     """Execute the nodeagent, its zygote and its engines; other tests fork them."""
     with executed():
         yield
-
-
-async def inspected(node: Node, spec: ModelSpec) -> ModelCard:
-    ready = asyncio.Event()
-
-    async def on_status(_: LoaderStatus) -> None:
-        ready.set()
-
-    await node.mesh.listen(subjects.loader_status(node.name), LoaderStatus, on_status).start()
-    await asyncio.wait_for(ready.wait(), 60)
-    answer = await node.mesh.request(subjects.loader_command(node.name), InspectModel(spec=spec), Inspected)
-    return ModelCard(spec=spec, info=answer.info, created=0)
-
-
-def start_of(card: ModelCard, instance_id: str) -> StartInstance:
-    need = need_of(card)
-    return StartInstance(
-        token=EPOCH + 1,
-        plan_id="p",
-        instance_id=instance_id,
-        card=card,
-        device_ids=("cpu:0",),
-        reserve_bytes=need.total,
-        kv_bytes=need.kv,
-        executor_bytes=need.executor,
-    )
 
 
 @pytest.mark.usefixtures("started_as_by_users")

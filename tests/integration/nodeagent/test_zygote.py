@@ -21,8 +21,7 @@ from shared.contracts.node import InstanceState
 from shared.contracts.phases import NEW_ZYGOTE
 from shared.errors import InvalidRequest
 from shared.tasks import end
-from tests.integration.nodeagent.harness import Node, begin_request, gone, running_node
-from tests.integration.nodeagent.test_adoption import ZYGOTE
+from tests.integration.nodeagent.harness import ZYGOTE, Node, begin_request, gone, running_node
 from tests.support.servers import NatsServer
 
 READY, STOPPED, FAILED = InstanceState.READY, InstanceState.STOPPED, InstanceState.FAILED

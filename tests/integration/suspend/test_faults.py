@@ -17,7 +17,7 @@ from shared.contracts.node import InstanceState, InstanceStatus
 from shared.errors import NotFound
 from shared.settings import NodeSettings
 from tests.integration.nodeagent.harness import Node, begin_request, gone, running_node
-from tests.integration.suspend.test_node import BIG, ready
+from tests.integration.suspend.suspendable import BIG, ready
 from tests.support.servers import NatsServer
 
 READY, SUSPENDED, STOPPED, FAILED = InstanceState.READY, InstanceState.SUSPENDED, InstanceState.STOPPED, InstanceState.FAILED

@@ -7,20 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from shared.contracts.node import InstanceState
 from shared.errors import InstanceBusy
 from tests.integration.nodeagent.harness import MIB, Node, begin_request
-
-READY, SUSPENDED, STOPPED = InstanceState.READY, InstanceState.SUSPENDED, InstanceState.STOPPED
-BIG: dict[str, object] = {"ballast_mib": 200, "ready_after": 1.0}
-"""An engine that starts slower than it resumes."""
-
-
-async def ready(node: Node, stub: dict[str, object], *, mib: int = 400) -> str:
-    instance_id = await node.start(stub, mib=mib)
-    await node.reaches(instance_id, READY)
-    await node.until(lambda s: any(i.instance_id == instance_id and i.suspension.possible for i in s.instances))
-    return instance_id
+from tests.integration.suspend.suspendable import BIG, READY, STOPPED, SUSPENDED, ready
 
 
 async def test_suspended_engine_frees_its_memory_and_resumes_with_it(node: Node) -> None:

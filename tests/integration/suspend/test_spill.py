@@ -15,7 +15,7 @@ from services.nodeagent.suspend.cuda import CudaCheckpoint
 from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.port import Target
 from shared.errors import CannotSuspend
-from tests.integration.suspend.test_page_out import MIB, Tree
+from tests.integration.suspend.process_tree import MIB, Tree
 from tests.unit.suspend.fake_driver import FakeDriver, FakeGpu
 
 

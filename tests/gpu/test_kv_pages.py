@@ -22,7 +22,7 @@ from services.loader.handlers import Loader
 from services.loader.kv_lending import KvLending
 from services.loader.local_socket import LocalReaders, listening
 from tests.gpu.real_gpus import RealGpus, load_gpus
-from tests.integration.engine.test_families import LoadedModel
+from tests.integration.engine.loaded_model import LoadedModel
 from tests.unit.loader.store import borrowing_engine, test_kv_lending_live, test_lending
 from tests.unit.loader.store.borrowers import BORROWER
 from tests.unit.loader.store.gpu import Gpus

@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.integration.engine.processes import exited, forked
+from tests.integration.engine.stage_processes import Group
 from tests.support.engines import Engines, ZygoteClient, ZygoteProcess
 from tests.support.paced_zygote import MODULE, Pace
 from tests.support.patient_mesh import PatientMesh
@@ -24,7 +25,7 @@ from tests.support.segments import FakeLoader, card_of
 from tests.support.servers import NatsServer
 
 if TYPE_CHECKING:
-    from tests.integration.engine.test_families import LoadedModel
+    from tests.integration.engine.loaded_model import LoadedModel
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +48,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def llamas(tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[Callable[[str], LoadedModel]]:
-    """Load the family `llama` of `test_families` once in each data type."""
+    """Load the family `llama` of `model_families` once in each data type."""
     with contextlib.ExitStack() as models:
 
         @cache
@@ -71,7 +72,8 @@ def exact_llama(llamas: Callable[[str], LoadedModel]) -> LoadedModel:
 def loaded_llama(directory: Path, tokenizer: Path, dtype: str) -> Iterator[LoadedModel]:
     import torch
 
-    from tests.integration.engine.test_families import LoadedModel, save
+    from tests.integration.engine.loaded_model import LoadedModel
+    from tests.integration.engine.model_families import save
 
     model = LoadedModel(save("llama", directory / "m", tokenizer, getattr(torch, dtype)), dtype)
     try:
@@ -143,3 +145,10 @@ async def instance(
     except ProcessLookupError:
         return
     await exited(client, pid)
+
+
+@pytest.fixture
+async def group(engines: Engines, loader: FakeLoader, client: ZygoteClient) -> AsyncIterator[Group]:
+    group = Group(engines, client, loader)
+    yield group
+    await group.close()

@@ -16,7 +16,7 @@ from services.engine.generation.runner import PackedRunner, Row
 from services.engine.model import checkpoint
 from services.engine.model.architectures import ModelCache
 from services.engine.model.segment import Segment
-from tests.integration.engine.test_families import CONFIGS, running
+from tests.integration.engine.model_families import CONFIGS, running
 from tests.support.segments import WrittenSegment, card_of
 
 

@@ -12,8 +12,9 @@ import torch
 from services.engine.generation.events import Progressed
 from services.engine.generation.prepared_prefixes import Computed, Outcome, PrepareOrder
 from shared.engines.background_seconds import OWN
-from tests.integration.engine.test_families import LoadedModel, save
-from tests.integration.engine.test_resume import PROMPT, TOKENS, RecordedBatcher, cut, request
+from tests.integration.engine.loaded_model import LoadedModel
+from tests.integration.engine.model_families import save
+from tests.integration.engine.recorded_batcher import PROMPT, TOKENS, RecordedBatcher, cut, request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = "p-1"

@@ -25,7 +25,7 @@ from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.request import GenerationRequest
 from services.engine.generation.runner import PackedRunner, Row, Runner
 from services.engine.model.gpu_kv import GpuKvMemory
-from tests.integration.engine.test_families import LoadedModel
+from tests.integration.engine.loaded_model import LoadedModel
 from tests.support.stand_in_gpu import StandInGpu
 
 SHRINKS = 8

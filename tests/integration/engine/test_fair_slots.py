@@ -12,8 +12,8 @@ import torch
 from services.engine.generation.request import GenerationRequest
 from services.engine.generation.runner import Row, Runner
 from shared.contracts.inference import FairShare
-from tests.integration.engine.test_families import TOKENS, LoadedModel
-from tests.integration.engine.test_resume import RecordedBatcher, flat
+from tests.integration.engine.loaded_model import TOKENS, LoadedModel
+from tests.integration.engine.recorded_batcher import RecordedBatcher, flat
 
 BLOCKS_OF_ONE = 2
 

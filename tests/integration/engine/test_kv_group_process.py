@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -14,31 +12,11 @@ from shared.contracts import subjects
 from shared.contracts.base import Done
 from shared.contracts.engine import DrainEngine
 from shared.contracts.inference import FairShare
-from tests.integration.engine.processes import forked
-from tests.integration.engine.test_kv_process import LONG, Move, Pair, stalled
-from tests.integration.engine.test_stages import LAYERS, Group
-from tests.support.engines import Engines, ZygoteClient
+from tests.integration.engine.engine_pair import LONG, Move, Pair, stalled
+from tests.integration.engine.group_pair import Started, begin_pair, model
+from tests.integration.engine.stage_processes import Group
 from tests.support.kv_transfer import Fault, Proxy
 from tests.support.paced_zygote import Pace
-from tests.support.segments import FakeLoader, card_of
-from thaw.demo.models import Shape, make_demo_model
-
-
-def model(directory: Path, dtype: str) -> Path:
-    return make_demo_model(directory / dtype, Shape(1024, 64, 160, LAYERS, 4, 2, 1024, dtype, 0.0))
-
-
-@pytest.fixture
-async def group(engines: Engines, loader: FakeLoader, client: ZygoteClient) -> AsyncIterator[Group]:
-    group = Group(engines, client, loader)
-    yield group
-    await group.close()
-
-
-class Started(Protocol):
-    """Starts a group, and one engine of the same model, to which its requests move."""
-
-    async def __call__(self, stages: int, dtype: str = "float32") -> Pair: ...
 
 
 @pytest.fixture
@@ -47,17 +25,6 @@ async def started(group: Group, tmp_path: Path, pace: Pace) -> Started:
         return await begin_pair(group, model(tmp_path, dtype), stages, pace)
 
     return begin
-
-
-async def begin_pair(group: Group, directory: Path, stages: int, pace: Pace) -> Pair:
-    """Start the stages of a group, and one engine."""
-    await group.begin(directory, stages, pace)
-    whole = group.engines.paced(card_of(directory), pace)
-    pid = await forked(group.client, whole)
-    first = await group.ready()
-    assert (await group.engines.settled(whole.instance_id)).state == "ready"
-    group.pids.append(pid)
-    return Pair((first, whole.instance_id), (group.pids[0], pid), group.engines, group.client, pace)
 
 
 @pytest.mark.parametrize(("dtype", "stages"), [("float32", 3), ("bfloat16", 2)])

@@ -13,10 +13,9 @@ import pytest
 from shared.contracts.base import Done
 from shared.contracts.migration import ForgetResume
 from shared.errors import ThawError
-from tests.integration.engine.test_kv_group_process import Started, begin_pair, model
-from tests.integration.engine.test_kv_group_process import group as group
-from tests.integration.engine.test_kv_process import LONG, Move, Pair, stalled
-from tests.integration.engine.test_stages import Group
+from tests.integration.engine.engine_pair import LONG, Move, Pair, stalled
+from tests.integration.engine.group_pair import Started, begin_pair, model
+from tests.integration.engine.stage_processes import Group
 from tests.support.engines import Engines, ZygoteClient
 from tests.support.kv_transfer import Fault, Proxy
 from tests.support.paced_zygote import Pace

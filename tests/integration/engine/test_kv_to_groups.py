@@ -22,9 +22,10 @@ from services.engine.kv_transfer import readers
 from shared.contracts.inference import FairShare
 from shared.contracts.kv_transfer import KvOffer
 from shared.errors import ThawError
-from tests.integration.engine.test_families import LoadedModel
-from tests.integration.engine.test_kv_transfer import BODIES, BODY, MOVED_AT, PROMPT, Pair, Round, check_rounds, rounds_of
-from tests.integration.engine.test_resume import flat, request
+from tests.integration.engine.batcher_pair import BODIES, BODY, MOVED_AT, PROMPT, Pair
+from tests.integration.engine.loaded_model import LoadedModel
+from tests.integration.engine.recorded_batcher import flat, request
+from tests.integration.engine.transfer_rounds import Round, check_rounds, rounds_of
 from tests.support.kv_transfer import Fault, Proxy, faults_of_parts
 from tests.support.launcher import until
 from tests.support.stage_group import LocalGroup

@@ -7,159 +7,28 @@ kind, and with every fault of the connection.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.engine.generation.events import Event
 from services.engine.generation.kv_transfers import KvTransfers
-from services.engine.generation.request import GenerationRequest
-from services.engine.generation.runner import Runner
 from shared.contracts.inference import FairShare
-from shared.contracts.kv_transfer import KvOffer
 from shared.errors import UnsupportedParameter
-from tests.integration.engine.test_families import LoadedModel, save
-from tests.integration.engine.test_resume import Deltas, RecordedBatcher, cut, flat, request
-from tests.support.kv_transfer import Fault, Proxy, Side
+from tests.integration.engine.batcher_pair import BODIES, BODY, MOVED_AT, PROMPT, Pair
+from tests.integration.engine.loaded_model import LoadedModel
+from tests.integration.engine.model_families import save
+from tests.integration.engine.recorded_batcher import RecordedBatcher, flat, request
+from tests.integration.engine.transfer_rounds import Round, check_rounds, rounds_of
+from tests.support.kv_transfer import Fault, Proxy
 from tests.support.launcher import until
-from tests.support.sizes import size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-TOKENS = size(120, 280)
-BODY: dict[str, Any] = {"max_tokens": TOKENS}
-PROMPT = [5 + i % 900 for i in range(220)]
-MOVED_AT = size((20, 60), (20, 120))
-"""Tokens generated when keys and values are sent: those of a whole block more the second time."""
-_WHOLE: WeakKeyDictionary[LoadedModel, dict[str, Deltas]] = WeakKeyDictionary()
-"""Undisturbed responses of each model, by what their request changes in `BODY`."""
-
-
-class HeldBatcher(RecordedBatcher):
-    """A batcher that generates as many tokens as a test wants, and then one more for each command.
-
-    Without it a response would need tokens for as long as a test takes on a busy machine.
-    """
-
-    def __init__(self, loaded: LoadedModel, runner: Runner | None = None) -> None:
-        self._wanted = 0
-        super().__init__(loaded, runner)
-        self.batcher.on_command = self._on_command
-
-    def hold_at(self, tokens: int) -> None:
-        """Generate `tokens` of each choice, unless more are wanted already."""
-        with self.grew:
-            self._wanted = max(self._wanted, tokens)
-            self.grew.notify_all()
-
-    def release(self) -> None:
-        """Generate all tokens."""
-        self.hold_at(TOKENS)
-
-    def _on_command(self) -> None:
-        with self.grew:
-            self.grew.notify_all()
-        self.loop.wake()
-
-    def _deliver(self, events: Sequence[Event]) -> None:
-        super()._deliver(events)
-        with self.grew:
-            assert self.grew.wait_for(lambda: self._is_short() or self.batcher.has_commands(), 60)
-
-    def _is_short(self) -> bool:
-        running = [deltas for name, deltas in self.deltas.items() if name not in self.over]
-        return not running or min(len(d) for deltas in running for d in deltas.values()) < self._wanted
-
-    def close(self) -> None:
-        self.release()
-        super().close()
-
-
-class Pair:
-    """Two engines of one model: a request moves from the first to the second."""
-
-    def __init__(
-        self, loaded: LoadedModel, revision: str = "test", runners: tuple[Runner | None, Runner | None] = (None, None)
-    ) -> None:
-        """Create them.
-
-        Args:
-            runners: Of the engines; None: the model's.
-        """
-        self.loaded = loaded
-        self.recorded = HeldBatcher(loaded, runners[0]), RecordedBatcher(loaded, runners[1])
-        self.source, self.to = (Side(r.batcher, v) for r, v in zip(self.recorded, ("test", revision), strict=True))
-        self._count = 0
-
-    def name(self) -> str:
-        self._count += 1
-        return f"q{self._count}"
-
-    def whole(self, **body: Any) -> Deltas:
-        """Return the response of an undisturbed run of one engine: computed once for a model."""
-        found, key = _WHOLE.setdefault(self.loaded, {}), json.dumps(body, sort_keys=True)
-        if key not in found:
-            alone = RecordedBatcher(self.loaded)
-            try:
-                found[key] = alone.answer(request(self.loaded, "whole", **{**BODY, "prompt": PROMPT, **body}))
-            finally:
-                alone.close()
-        return found[key]
-
-    async def begin(self, **body: Any) -> GenerationRequest:
-        """Begin to answer at the source."""
-        asked = request(self.loaded, self.name(), **{**BODY, "prompt": PROMPT, **body})
-        self.recorded[0].batcher.submit(asked)
-        return asked
-
-    def sequences(self, asked: GenerationRequest) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens so far: what the migrator reads."""
-        deltas = self.recorded[0].deltas.get(asked.request_id, {})
-        return tuple((*c.prompt, *(t for d in tuple(deltas.get(c.index, ())) for t in d.token_ids)) for c in asked.choices)
-
-    async def until_generated(self, asked: GenerationRequest, tokens: int) -> None:
-        first = self.recorded[0]
-
-        def is_reached() -> bool:
-            return min(map(len, self.sequences(asked))) >= len(PROMPT) + tokens or asked.request_id in first.over
-
-        first.hold_at(tokens)
-        await asyncio.to_thread(first.until, is_reached)
-
-    async def offer(self, asked: GenerationRequest) -> KvOffer:
-        return await self.source.exchange.source.offer(asked.request_id, "", asked.share.flow)
-
-    async def finish(self, asked: GenerationRequest, **body: Any) -> Deltas:
-        """Hand the request over, and return its whole response."""
-        first = self.recorded[0]
-        first.release()
-        retain_s = self.source.exchange.source.retain_s(asked.request_id)
-        first.batcher.yield_(asked.request_id, retain_s)
-        await asyncio.to_thread(first.until, lambda: asked.request_id in first.over)
-        deltas = first.deltas.get(asked.request_id, {})
-        at = {c.index: len(deltas.get(c.index, ())) for c in asked.choices}
-        resume = cut(deltas or {c.index: [] for c in asked.choices}, at, asked, asked.request_id)
-        rest = request(self.loaded, f"{asked.request_id}-rest", resume, **{**BODY, "prompt": PROMPT, **body})
-        rest = replace(rest, share=asked.share)
-        if self.to.exchange.has_rest(rest):
-            await self.to.exchange.receive_rest(self.recorded[1].batcher, rest)
-        self.recorded[1].batcher.submit(rest)
-        await asyncio.to_thread(self.recorded[1].until, lambda: rest.request_id in self.recorded[1].over)
-        more = self.recorded[1].deltas.get(rest.request_id, {})
-        return {i: [*deltas.get(i, ()), *more.get(i, ())] for i in at}
-
-    async def close(self) -> None:
-        for side, recorded in zip((self.source, self.to), self.recorded, strict=True):
-            await side.exchange.close()
-            recorded.close()
 
 
 @pytest.fixture
@@ -167,13 +36,6 @@ async def pair(llama: LoadedModel) -> AsyncIterator[Pair]:
     made = Pair(llama)
     yield made
     await made.close()
-
-
-BODIES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"temperature": 1.0, "top_p": 0.95, "seed": 3},
-    "two choices": {"temperature": 0.8, "seed": 5, "n": 2},
-}
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -192,58 +54,6 @@ async def test_moved_request_continues_token_for_token_without_computing_anythin
     assert {i: flat(d) for i, d in moved.items()} == {i: flat(d) for i, d in whole.items()}
     assert pair.to.exchange.take_received(asked.request_id).tokens >= sum(len(s) for s in sequences) - len(sequences)
     assert steps.blocks_used == 0
-
-
-@dataclass(frozen=True)
-class Round:
-    """A round of a migration, after so many more tokens, with a fault of one part's connection."""
-
-    tokens: int
-    way: str
-    part: int
-    fault: Fault
-
-
-def rounds_of(parts: int, most_bytes: int) -> st.SearchStrategy[list[Round]]:
-    """Return migrations from a source of several parts; faults begin before `most_bytes`."""
-    faults = st.builds(Fault, st.sampled_from(["pass", "pass", "cut", "flip"]), st.integers(200, most_bytes))
-    ways = st.sampled_from(["transfer", "transfer", "compute"])
-    return st.lists(st.builds(Round, st.integers(0, 30), ways, st.integers(0, parts - 1), faults), max_size=4)
-
-
-Offer = Callable[[GenerationRequest], Awaitable[KvOffer | None]]
-
-
-async def check_rounds(pair: Pair, rounds: list[Round], body: str, offer_of: Offer, *, is_preempted: bool) -> None:
-    """Move a request in rounds, compare it with the undisturbed one, and close the engines.
-
-    Args:
-        offer_of: Asks the source for its offer; None: the round is computed instead.
-    """
-    proxies: list[Proxy] = []
-    try:
-        asked_for = {**BODIES[body], "max_tokens": 110}
-        whole = pair.whole(**asked_for)
-        pair.recorded[0].release()  # the source computes while it sends
-        asked, generated = await pair.begin(**asked_for), 0
-        for each in rounds:
-            generated += each.tokens
-            await pair.until_generated(asked, generated)
-            if is_preempted:
-                pair.recorded[0].batcher.grant(1)
-                pair.recorded[0].batcher.grant(pair.loaded.limits.kv_blocks)
-            offer = await offer_of(asked) if each.way == "transfer" else None
-            if offer is None:
-                await pair.to.compute(asked.request_id, pair.sequences(asked))
-            else:
-                proxies.append(Proxy(offer.parts[each.part].port, each.fault))
-                await pair.to.receive(asked.request_id, pair.sequences(asked), proxies[-1].offered(offer, each.part))
-        moved = await pair.finish(asked, **asked_for)
-        assert {i: flat(d) for i, d in moved.items()} == {i: flat(d) for i, d in whole.items()}
-    finally:
-        for proxy in proxies:
-            proxy.close()
-        await pair.close()
 
 
 @given(rounds_of(1, 200_000), st.sampled_from(sorted(BODIES)), st.booleans())

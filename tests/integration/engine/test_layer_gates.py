@@ -20,7 +20,7 @@ from services.engine.model.model_files import read_files
 from services.engine.settings import EngineSettings
 from shared.contracts.engine import EngineStart
 from shared.errors import CheckpointInvalid
-from tests.integration.engine.test_families import CONFIGS, CONVERTED, save
+from tests.integration.engine.model_families import CONFIGS, CONVERTED, save
 from tests.support.segments import WrittenSegment, card_of
 from weights.formats.execution_order import execution_rank
 

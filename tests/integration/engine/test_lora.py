@@ -19,12 +19,8 @@ from services.engine.generation.runner import Row
 from services.engine.model import loading
 from shared.contracts.loader import WeightsAttached
 from shared.errors import CheckpointInvalid
-from tests.integration.engine.test_families import (
-    BF16_NEAR_TIE,
-    PROMPTS,
-    LoadedModel,
-    save,
-)
+from tests.integration.engine.loaded_model import BF16_NEAR_TIE, PROMPTS, LoadedModel
+from tests.integration.engine.model_families import save
 from tests.support.adapters import adapter_card, merge, write_adapter
 from tests.support.segments import WrittenSegment
 

@@ -20,7 +20,7 @@ from services.engine.stages.part import StagePart
 from shared.contracts.engine import EngineStart
 from shared.contracts.stages import STAGEABLE, split_layers
 from shared.errors import UnsupportedArchitecture
-from tests.integration.engine.test_families import CONFIGS, running
+from tests.integration.engine.model_families import CONFIGS, running
 from tests.support.segments import WrittenSegment, card_of
 
 PROMPTS = [[7, 8, 9, 10, 11], list(range(20, 50)), [5]]

@@ -18,8 +18,9 @@ from services.engine.generation.request import GenerationRequest
 from services.gateway.domain.tool_calls.parser import ToolCallParser
 from services.gateway.domain.tool_calls.pieces import Arguments
 from shared.contracts.inference import InferFailed, InferRequest
-from tests.integration.engine.test_families import LoadedModel, save
-from tests.integration.engine.test_resume import RecordedBatcher, cut, flat, request
+from tests.integration.engine.loaded_model import LoadedModel
+from tests.integration.engine.model_families import save
+from tests.integration.engine.recorded_batcher import RecordedBatcher, cut, flat, request
 from tests.support.engines import Engines
 
 pytestmark = pytest.mark.usefixtures("one_thread")

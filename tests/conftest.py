@@ -23,6 +23,11 @@ from tests.support.failure_names import FailureNames
 from tests.support.reaping import tie_to_this_process
 from tests.support.servers import NatsServer, PostgresServer
 
+# Failed assertions of helpers name their values, as those of test modules do.
+pytest.register_assert_rewrite(
+    *(f"tests.{p.parent.name}" for p in Path(__file__).parent.glob("*/__init__.py") if p.parent.name != "support")
+)
+
 # libgomp reads it when torch is imported, which is while tests are collected. On a busy machine,
 # threads that spin while they wait take several times the CPU time of operations on small tensors.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

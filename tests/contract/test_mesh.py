@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Literal
 
 import pytest
-from pydantic import SecretStr
 
 from shared.contracts import subjects
 from shared.contracts.base import Request
 from shared.contracts.loader import LoaderStatus
 from shared.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ThawError, Unreachable
 from shared.messaging import Mesh
-from shared.settings import CommonSettings
 from tests.support.asking import ASK, Answer, Ask
-from tests.support.servers import NatsServer
-
-
-@pytest.fixture
-async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await mesh.start()
-    yield mesh
-    await mesh.stop()
 
 
 async def serve(mesh: Mesh, subject: str, *, concurrent: bool = False) -> None:

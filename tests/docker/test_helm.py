@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.docker import test_kubernetes as manifests
+from tests.docker import manifests
 from tests.docker.engine import ROOT
 from tests.support.kubernetes_schemas import validate
 from tests.support.kubernetes_tools import helm
@@ -68,7 +68,7 @@ def by_name(resources: list[Resource]) -> dict[tuple[str, str], Resource]:
     found = {}
     for resource in copy.deepcopy(resources):
         if "nats.conf" in resource.get("data", {}):
-            resource["data"] = {"nats.conf": manifests._plain(resource["data"]["nats.conf"])}
+            resource["data"] = {"nats.conf": manifests.without_comments(resource["data"]["nats.conf"])}
         one = plain(resource)
         for pod in manifests.pods([one]).values():
             pod["volumes"].sort(key=lambda volume: volume["name"])

@@ -9,13 +9,11 @@ import functools
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,45 +23,25 @@ import yaml
 
 from shared.ports import free_port
 from tests.docker.engine import ROOT
+from tests.docker.manifests import (
+    DEPLOY,
+    RELEASES,
+    Resource,
+    containers,
+    named,
+    pods,
+    rendered,
+    settings_of_the_product,
+    without_comments,
+    written,
+)
 from tests.support.kubernetes_schemas import ValidationError, validate
 from tests.support.kubernetes_tools import kubectl
 from tests.support.launcher import until
 from tests.support.servers import wait_for_port, wheel_script
 
-DEPLOY = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("bundled", "cpu", "external", "replicated")
-RELEASES = ("1.31", "1.37")
 NODES = ("gpu-a", "ip-10-0-0-1.ec2.internal")
-_PATCHES = {"node.yaml": "cpu", "nats-servers.yaml": "replicated"}
-Resource = dict[str, Any]
-
-
-def written() -> list[Resource]:
-    """Return the resources as they are written, without kustomizations and patches."""
-    files = [f for f in sorted(DEPLOY.rglob("*.yaml")) if f.name != "kustomization.yaml"]
-    whole = [f for f in files if f.parent.name != _PATCHES.get(f.name)]
-    return [resource for f in whole for resource in yaml.safe_load_all(f.read_text())]
-
-
-@cache
-def rendered(overlay: str) -> list[Resource]:
-    command = [kubectl(), "kustomize", str(DEPLOY / "overlays" / overlay)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    return list(yaml.safe_load_all(done.stdout))
-
-
-def pods(resources: list[Resource]) -> dict[str, Resource]:
-    """Return the specifications of pods by the name of their controller."""
-    return {r["metadata"]["name"]: r["spec"]["template"]["spec"] for r in resources if "template" in r.get("spec", {})}
-
-
-def containers(pod: Resource) -> list[Resource]:
-    return [*pod.get("initContainers", ()), *pod["containers"]]
-
-
-def named(resources: list[Resource], kind: str) -> dict[str, Resource]:
-    return {r["metadata"]["name"]: r for r in resources if r["kind"] == kind}
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +137,6 @@ def test_commands_images_and_health_checks_are_those_of_compose(compose: Resourc
             assert name == "gateway" or check["timeoutSeconds"] == 30
     assert ours["postgres"]["args"] == compose["postgres"]["command"]
     assert ours["nats"]["args"] == compose["nats"]["command"]
-
-
-def settings_of_the_product() -> set[str]:
-    """Return the variables that docs/configuration.md lists, which the code generates."""
-    reference: Any = runpy.run_path(str(ROOT / "docs" / "generate_reference.py"))
-    assert reference["_INTRODUCTION"] in (ROOT / "docs" / "configuration.md").read_text()
-    return {"THAW_SECRETS_DIR", *re.findall(r"`(THAW_\w+)`", (ROOT / "docs" / "configuration.md").read_text())}
 
 
 def literals() -> dict[str, str]:
@@ -297,15 +268,11 @@ def test_pods_reach_only_what_policies_allow() -> None:
     assert sources == [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "scheduler"}}}]
 
 
-def _plain(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line and not line.startswith("#")]
-
-
 def test_nats_is_configured_as_in_compose() -> None:
-    wanted = _plain((ROOT / "compose" / "nats.conf").read_text())
-    assert _plain((DEPLOY / "nats" / "nats.conf").read_text()) == wanted
+    wanted = without_comments((ROOT / "compose" / "nats.conf").read_text())
+    assert without_comments((DEPLOY / "nats" / "nats.conf").read_text()) == wanted
     replicated = (DEPLOY / "overlays" / "replicated" / "nats.conf").read_text()
-    assert set(_plain(replicated)) >= set(wanted)
+    assert set(without_comments(replicated)) >= set(wanted)
     (stateful,) = [r for r in written() if r["kind"] == "StatefulSet" and r["metadata"]["name"] == "nats"]
     routes = re.findall(r"nats://(nats-\d)\.([\w-]+):6222", replicated)
     assert routes == [(f"nats-{i}", stateful["spec"]["serviceName"]) for i in range(3)]

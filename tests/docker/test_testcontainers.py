@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from tests.contract import test_mesh
-from tests.contract.test_mesh import mesh
+from tests.contract.conftest import mesh
 from tests.docker.engine import image_of
 from tests.integration.scheduler import test_flow
 from tests.integration.scheduler.conftest import site, tracing

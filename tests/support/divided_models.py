@@ -18,7 +18,8 @@ from shared.contracts.node import InstanceState
 from shared.contracts.plans import Candidate
 from shared.errors import EngineFailed
 from tests.support.fake_node import MIB, model_info
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.fake_agents import Running
+from tests.unit.scheduler.world import World
 
 WEIGHTS = 158 * MIB
 SPEED = 20 * MIB

@@ -40,7 +40,7 @@ from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState
 from shared.tasks import end
 from tests.support.fake_node import MIB, model_info
-from tests.unit.scheduler.world import Agent
+from tests.unit.scheduler.fake_agents import Agent
 
 READY, LOADING = InstanceState.READY, InstanceState.LOADING
 FIRST, THEN = ("a", "b"), ("c",)

@@ -24,8 +24,9 @@ from shared.contracts.models import ModelSpec, Slo
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
 from tests.support.fake_node import MIB, model_info
+from tests.unit.scheduler.fake_agents import Running
 from tests.unit.scheduler.staged_models import add_group
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.world import World
 
 READY, LOADING, DRAINING = InstanceState.READY, InstanceState.LOADING, InstanceState.DRAINING
 GROUPS = {"g2": 2, "h2": 2, "g3": 3}

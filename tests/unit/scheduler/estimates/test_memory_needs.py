@@ -10,7 +10,8 @@ from services.scheduler.domain.state.accounting import booking_of
 from shared.contracts.node import InstanceState
 from shared.sizing import need_of
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.fake_agents import Running
+from tests.unit.scheduler.world import World
 
 
 def measured(w: World, model: str, nbytes: int) -> Running:

@@ -16,7 +16,8 @@ from shared.contracts.models import Slo
 from shared.contracts.node import InstanceState
 from tests.support.divided_models import SPEED, make, with_token_time
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.fake_agents import Running
+from tests.unit.scheduler.world import World
 
 READY, LOADING = InstanceState.READY, InstanceState.LOADING
 

@@ -6,8 +6,9 @@ from services.scheduler.domain.effects import SendResume, SendStart
 from services.scheduler.domain.events import CommandAccepted, StartRefused
 from shared.contracts.node import InstanceState
 from shared.errors import Unreachable
+from tests.unit.scheduler.fake_agents import no_room
 from tests.unit.scheduler.lifecycle.group_world import make
-from tests.unit.scheduler.world import World, no_room
+from tests.unit.scheduler.world import World
 
 LATE_S = 20.0
 """Far beyond `absence_grace_s`: other starts for the node wait for answers, one after the other."""

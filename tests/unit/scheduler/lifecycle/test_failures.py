@@ -10,7 +10,8 @@ from services.scheduler.domain.lifecycle.failures import MAX_KILLED
 from services.scheduler.domain.state.accounting import booking_of
 from shared.errors import CheckpointInvalid, EngineFailed, EngineKilled, Unreachable
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import World, no_room
+from tests.unit.scheduler.fake_agents import no_room
+from tests.unit.scheduler.world import World
 
 
 def test_failed_start_is_retried_once_on_another_node(w: World) -> None:

@@ -13,7 +13,8 @@ from services.scheduler.domain.state.accounting import booking_of
 from shared.contracts.demand import Demand
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Running, World, no_room
+from tests.unit.scheduler.fake_agents import Running, no_room
+from tests.unit.scheduler.world import World
 
 READY, DRAINING, FAILED = InstanceState.READY, InstanceState.DRAINING, InstanceState.FAILED
 PREPARING, RESUMING, SUSPENDED = InstanceState.PREPARING, InstanceState.RESUMING, InstanceState.SUSPENDED

@@ -17,8 +17,9 @@ from shared.contracts.node import InstanceState
 from shared.contracts.stages import RankOf
 from shared.errors import EngineFailed, EngineKilled, InsufficientMemory
 from tests.support.fake_node import MIB
+from tests.unit.scheduler.fake_agents import Running
 from tests.unit.scheduler.lifecycle.group_world import BUDGET, STAGES, make
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.world import World
 
 
 def first_of(w: World) -> Running:

@@ -11,7 +11,8 @@ from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import PlanRecord
 from shared.errors import EngineFailed
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.fake_agents import Running
+from tests.unit.scheduler.world import World
 
 ONE = 400 * MIB
 """Room for one instance of a model with 100 MiB of weights."""

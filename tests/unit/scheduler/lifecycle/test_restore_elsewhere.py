@@ -6,7 +6,8 @@ from services.scheduler.domain.effects import SendResume
 from services.scheduler.domain.state.accounting import booking_of
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.fake_agents import Running
+from tests.unit.scheduler.world import World
 
 SUSPENDED, RESUMING = InstanceState.SUSPENDED, InstanceState.RESUMING
 NEED = 324 * MIB

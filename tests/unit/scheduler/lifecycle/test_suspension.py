@@ -12,7 +12,8 @@ from services.scheduler.domain.state.accounting import booking_of
 from shared.contracts.admin import ModelAsleep, ModelAwake
 from shared.contracts.node import InstanceState, Suspension
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.fake_agents import Running
+from tests.unit.scheduler.world import World
 
 READY, SUSPENDED, DRAINING = InstanceState.READY, InstanceState.SUSPENDED, InstanceState.DRAINING
 # A model of 100 MiB of weights needs 324 MiB: two fit 700 MiB, three do not.

@@ -22,7 +22,8 @@ from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
 from tests.support.divided_models import make
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.fake_agents import Running
+from tests.unit.scheduler.world import World
 
 READY, LOADING, DRAINING = InstanceState.READY, InstanceState.LOADING, InstanceState.DRAINING
 

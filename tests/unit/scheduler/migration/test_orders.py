@@ -19,7 +19,8 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.migration import MigrationRecord, MigrationRound, MovedRequest
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.fake_agents import Running
+from tests.unit.scheduler.world import World
 
 
 def serving(world: World, model: str = "a", active: int = 2) -> Running:

@@ -38,8 +38,9 @@ from services.scheduler.domain.state.volatile import (
 from services.scheduler.domain.values import replace
 from shared.contracts.demand import KeyDemand
 from shared.contracts.node import InstanceState
+from tests.unit.scheduler.fake_agents import Running
 from tests.unit.scheduler.placement.key_demand import ONE, key, starting, wait, world
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.world import World
 
 TWO = 2 * ONE
 STEP_S = 0.1

@@ -6,7 +6,8 @@ from services.scheduler.domain.events import NodeStatusReceived
 from shared.contracts.engines import CAPABILITIES
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Agent, Running, World
+from tests.unit.scheduler.fake_agents import Agent, Running
+from tests.unit.scheduler.world import World
 
 # A model of 100 MiB of weights needs 100 + 32 (KV) + 192 (runtime) MiB: two fit 700 MiB, three do
 # not.

@@ -14,7 +14,8 @@ from shared.contracts.node import InstanceState
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.contracts.plans import PlanRecord
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Running, World
+from tests.unit.scheduler.fake_agents import Running
+from tests.unit.scheduler.world import World
 
 GIB = 1 << 30
 VLLM: dict[str, Any] = {"engine": "vllm", "engine_args": {"load_format": "thaw"}, "memory": GIB, "shape": "s1"}

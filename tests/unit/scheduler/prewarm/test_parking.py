@@ -11,7 +11,8 @@ from shared.contracts.admin import ParkView
 from shared.contracts.node import Capability, InstanceState, Suspension
 from shared.errors import EngineFailed
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import Agent, World
+from tests.unit.scheduler.fake_agents import Agent
+from tests.unit.scheduler.world import World
 
 READY, SUSPENDED, LOADING = InstanceState.READY, InstanceState.SUSPENDED, InstanceState.LOADING
 # A model of 100 MiB of weights needs 324 MiB: two fit 700 MiB, three do not.

@@ -15,36 +15,14 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
 
+from tests.e2e.chats import QUESTION, ask, stream
 from tests.e2e.conftest import MODELS
 from tests.support.launcher import Thaw, until
-
-QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Where does the ice go?"}]
 
 EXECUTED = True
 DRAM = 0
 """A sleeping model is read from its files again: these tests damage the files."""
-
-
-def ask(client: openai.OpenAI, model: str, tokens: int = 12) -> str:
-    answer = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=tokens, temperature=0)
-    return answer.choices[0].message.content or ""
-
-
-def stream(client: openai.OpenAI, model: str, tokens: int = 12) -> tuple[str, int, str | None]:
-    """Return text, completion tokens and finish reason of a streamed response."""
-    pieces, tokens_seen, reason = [], 0, None
-    chunks = client.chat.completions.create(
-        model=model, messages=QUESTION, max_tokens=tokens, temperature=0, stream=True, stream_options={"include_usage": True}
-    )
-    for chunk in chunks:
-        if chunk.usage:
-            tokens_seen = chunk.usage.completion_tokens
-        for choice in chunk.choices:
-            pieces.append(choice.delta.content or "")
-            reason = choice.finish_reason or reason
-    return "".join(pieces), tokens_seen, reason
 
 
 def test_processes_are_executed_and_forked_from_the_launchers_own_servers(mesh: Thaw, client: openai.OpenAI) -> None:

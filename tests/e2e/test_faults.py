@@ -13,8 +13,8 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.test_batches import lines, results, start, wait
-from tests.e2e.test_demo import QUESTION, ask, stream
+from tests.e2e.batches import lines, results, start, wait
+from tests.e2e.chats import QUESTION, ask, stream
 from tests.support.launcher import Thaw, until
 from tests.support.paced_zygote import Pace
 from tests.support.sizes import size

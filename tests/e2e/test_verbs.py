@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shared.contracts.plans import PlanRecord
-from tests.e2e.test_batches import lines
+from tests.e2e.batches import lines
 from tests.support.launcher import Thaw
 from thaw.cli.app import COMMANDS, main
 

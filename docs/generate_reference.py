@@ -49,6 +49,7 @@ _COMMAND_LINE = """\
 | `THAW_NATS_URL` |  | NATS servers of yours: `thaw up` then starts none. |
 | `THAW_DATABASE_URL` |  | PostgreSQL of yours (`postgresql+asyncpg://…`): `thaw up` then starts none. |
 | `THAW_GATEWAY_HOST`, `THAW_GATEWAY_PORT` | `127.0.0.1`, `8080` | Where `thaw up` has its gateway listen; `--host` and `--port` take precedence. |
+| `THAW_HEALTH_FILE` |  | In containers: file to which a service writes its health, for their health checks. The images set it. |
 | `THAW_WATCHDOG_S` | `10` | Seconds without progress after which a hung service is restarted, by `thaw up` or in its container; 0: never. |
 """
 

@@ -42,7 +42,7 @@ from services.scheduler.metrics import Metrics
 from services.scheduler.settings import SchedulerSettings
 from shared.contracts import subjects
 from shared.contracts.node import StatusWanted
-from shared.health import check_leader, report_health
+from shared.health import LEADER_PERIOD_S, check_leader, report_health
 from shared.messaging import Mesh
 from shared.runtime import report_ready
 from shared.tasks import end, wait_for_first
@@ -72,7 +72,7 @@ async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
                 beside.enter_context(metrics.served(settings.scheduler_metrics_host, settings.scheduler_metrics_port))
             async with asyncio.TaskGroup() as tasks:
                 serving = tasks.create_task(_serve(settings, mesh, engine, name, metrics), name="serve")
-                reporting = tasks.create_task(report_health(partial(check_leader, mesh)), name="health")
+                reporting = tasks.create_task(report_health(partial(check_leader, mesh), LEADER_PERIOD_S), name="health")
                 await wait_for_first(stop, mesh.lost)
                 await end(serving, reporting, again_s=3.0)
     finally:

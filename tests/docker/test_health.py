@@ -70,6 +70,25 @@ async def test_loader_is_healthy_while_its_status_is_received(mesh: Mesh) -> Non
     publishing.cancel()
 
 
+async def test_checks_leave_no_subscription(mesh: Mesh) -> None:
+    """Each would get the whole status, every second."""
+
+    async def broadcast() -> None:
+        while True:
+            await mesh.publish(subjects.loader_status("n"), LoaderStatus(node="n", boot_id="b"))
+            await asyncio.sleep(0.01)
+
+    publishing = asyncio.create_task(broadcast())
+    for _ in range(3):
+        assert await find_fault(lambda: check_status(mesh, subjects.loader_status("n"))) == ""
+    publishing.cancel()
+    await mesh.flush()
+    received = mesh.nc.stats["in_msgs"]
+    await mesh.publish(subjects.loader_status("n"), LoaderStatus(node="n", boot_id="b"))
+    await mesh.flush()
+    assert mesh.nc.stats["in_msgs"] == received
+
+
 async def test_a_migrator_is_healthy_while_the_bucket_of_migrations_can_be_read(mesh: Mesh) -> None:
     assert await find_fault(lambda: check_migrations(mesh)) == "The bucket of migrations does not exist yet"
     await migrations_bucket(mesh.nc.jetstream())
@@ -98,7 +117,7 @@ async def test_mesh_that_has_not_started_is_not_connected() -> None:
 async def test_fault_is_reported_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, checks, enough = tmp_path / "health", 0, asyncio.Event()
     monkeypatch.setenv(VARIABLE, str(file))
-    monkeypatch.setattr("shared.health.PERIOD_S", 0.0)
+    monkeypatch.setattr("shared.health._WITHIN_S", WITHIN_S)  # of a busy machine's shell
     seen: list[tuple[int, str]] = []
 
     async def check() -> str:
@@ -117,7 +136,7 @@ async def test_fault_is_reported_until_it_is_gone(tmp_path: Path, monkeypatch: p
                 return ""
 
     assert check_container(file)[0] == 1
-    reporting = asyncio.create_task(report_health(check))
+    reporting = asyncio.create_task(report_health(check, 0.0))
     await asyncio.wait_for(enough.wait(), WITHIN_S)
     reporting.cancel()
     assert seen[:3] == [(1, "not connected\n"), (1, "ValueError: a defect\n"), (0, "")]

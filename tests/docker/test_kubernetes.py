@@ -250,6 +250,12 @@ def test_loader_and_nodeagent_share_processes_and_memory() -> None:
     assert gibibytes[0] > gibibytes[1]
 
 
+def test_each_container_reports_its_health_in_a_directory_of_its_own() -> None:
+    for name, pod in pods(written()).items():
+        mounted = [m["name"] for c in pod["containers"] for m in c.get("volumeMounts", ()) if m["mountPath"] == "/tmp"]
+        assert len(set(mounted)) == len(mounted), name
+
+
 def test_availability_of_stateless_services_survives_one_pod() -> None:
     resources = written()
     deployments = named(resources, "Deployment")

@@ -221,7 +221,7 @@ def _body(
     mounts = [m if m.count(":") == 2 else f"{m}:ro" for m in options.mounts]
     source = start.card.info.source
     if source.startswith("/"):
-        mounts += model_mounts(Path(source))
+        mounts += model_mounts(Path(source), mounts)
     host: dict[str, Any] = {
         "Binds": mounts,
         "ShmSize": options.shm_bytes,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from shared.model_paths import GGUF_SUFFIX, shards_of
 
 
-def model_mounts(source: Path) -> list[str]:
+def model_mounts(source: Path, others: Collection[str] = ()) -> list[str]:
     """Return read-only binds of a model's files, each at its own path.
+
+    `others`: binds of the operator's, which may list a part of the model. The container engine
+    refuses two binds at one path.
 
     The container engine follows the links of a path that it binds, but not those inside a
     directory. In the hub's cache the files of a snapshot are links to blobs: those that it names
@@ -21,7 +24,8 @@ def model_mounts(source: Path) -> list[str]:
         # A bind creates a path that does not exist, as a directory on the host.
         paths += [shard for shard in shards_of(source) if shard != source and shard.exists()]
     paths += sorted(set(_blobs_of(source)))
-    return [f"{path}:{path}:ro" for path in paths]
+    taken = {bind.split(":")[1] for bind in others}
+    return [f"{path}:{path}:ro" for path in paths if str(path) not in taken]
 
 
 def _blobs_of(directory: Path) -> Iterator[Path]:

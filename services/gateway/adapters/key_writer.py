@@ -304,7 +304,9 @@ class KeyWriter:
             if not await self._catch_up():
                 break
             self._refuse_present(key.name)
-            with contextlib.suppress(KeyNotFoundError):
+            if self._store.find(digest) is not None:
+                raise _existing_key()
+            with contextlib.suppress(KeyNotFoundError):  # a record that the copy cannot parse
                 await bucket.get(digest)
                 raise _existing_key()
             try:

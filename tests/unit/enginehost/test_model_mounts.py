@@ -19,6 +19,13 @@ def test_all_shards_of_a_gguf_model_are_mounted(tmp_path: Path) -> None:
     assert model_mounts(shards[1]) == binds_of(shards[1], shards[0], shards[2])
 
 
+def test_a_file_that_the_operator_mounts_is_mounted_once(tmp_path: Path) -> None:
+    first, second = shards = [tmp_path / f"m-0000{n}-of-00002.gguf" for n in (1, 2)]
+    for path in shards:
+        path.touch()
+    assert model_mounts(first, ["/data:/data:ro", f"{second}:{second}:ro"]) == binds_of(first)
+
+
 def test_a_shard_that_is_missing_is_not_created_by_a_mount(tmp_path: Path) -> None:
     first = tmp_path / "m-00001-of-00002.gguf"
     first.touch()

@@ -23,10 +23,12 @@ def prepare_environment() -> None:
     - Idle OpenMP threads sleep. By default they spin, which on a busy machine made a decode step 20
       times slower (60M parameters, two cores, load 8: 31 ms asleep, 597 ms spinning).
     - CUDA numbers GPUs as NVML does, by PCI bus; its default is fastest first.
+    - torch asks NVML whether there is a GPU: asked of CUDA, no process forked later could use one.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -75,33 +75,35 @@ def measure(
     with mmap.mmap(-1, largest) as host:
         anchor = c_char.from_buffer(host)
         address = addressof(anchor)
-        driver.register(address, largest)
         try:
-            target = driver.allocate(largest)
+            driver.register(address, largest)
             try:
-                stream = driver.stream(urgent=True)
+                target = driver.allocate(largest)
                 try:
+                    stream = driver.stream(urgent=True)
+                    try:
 
-                    def copy(size: int, count: int) -> None:
-                        for _ in range(count):
-                            driver.copy(target, address, size, stream)
-                        driver.wait(driver.record(stream))
+                        def copy(size: int, count: int) -> None:
+                            for _ in range(count):
+                                driver.copy(target, address, size, stream)
+                            driver.wait(driver.record(stream))
 
-                    return measure_rounds(
-                        copy,
-                        sizes,
-                        bytes_per_point=max(bytes_per_point, 2 * largest),
-                        rounds=_ROUNDS,
-                        seconds=_SECONDS,
-                        clock=clock,
-                    )
+                        return measure_rounds(
+                            copy,
+                            sizes,
+                            bytes_per_point=max(bytes_per_point, 2 * largest),
+                            rounds=_ROUNDS,
+                            seconds=_SECONDS,
+                            clock=clock,
+                        )
+                    finally:
+                        driver.destroy_stream(stream)
                 finally:
-                    driver.destroy_stream(stream)
+                    driver.free(target)
             finally:
-                driver.free(target)
+                driver.unregister(address)
         finally:
-            driver.unregister(address)
-            del anchor
+            del anchor  # the mapping cannot be closed while it is exported
 
 
 def group_bytes(driver: CudaDriver, facts: DeviceFacts, cache: Path) -> int:

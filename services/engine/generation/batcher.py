@@ -48,7 +48,7 @@ from services.engine.generation.masks import MaskThread, StepMasks
 from services.engine.generation.open_requests import OpenRequests
 from services.engine.generation.prepared_prefixes import PreparedPrefixes, PrepareOrder
 from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest
-from services.engine.generation.runner import WARM_UP, Row, Runner, RunnerLost
+from services.engine.generation.runner import WARM_UP, Row, Runner, RunnerLost, check_device
 from services.engine.generation.sequences import Sequence, choose
 from services.engine.generation.slot_shares import SlotShares
 from services.engine.generation.step_meters import StepMeters
@@ -361,6 +361,7 @@ class Batcher(CommandQueue):
             raise
         except Exception as e:  # a process boundary: the requests of this step fail, the engine continues
             log.exception("a step failed")
+            check_device(e)
             failed = EngineFailed(f"The engine failed while computing: {type(e).__name__}: {str(e)[:300]}")
             error: ThawError = e if isinstance(e, ThawError) else failed  # the load of the weights may have failed
             if extra is not None:

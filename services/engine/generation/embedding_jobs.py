@@ -17,6 +17,7 @@ from services.engine.domain.step_costs import StepCosts
 from services.engine.generation.embedding import Embedder
 from services.engine.generation.events import Admitted, Broken, Embedded, Event
 from services.engine.generation.request import EmbedRequest
+from services.engine.generation.runner import check_device
 from services.engine.generation.sequences import flow_of
 from shared.errors import EngineFailed, ThawError
 
@@ -88,6 +89,7 @@ class EmbeddingJobs:
             return [*events, self._break(job, e)]
         except Exception as e:  # a process boundary: this request fails, the engine continues
             log.exception("an embedding failed")
+            check_device(e)
             error = EngineFailed(f"The engine failed while embedding: {type(e).__name__}: {str(e)[:300]}")
             return [*events, self._break(job, error)]
         self._has_computed = True

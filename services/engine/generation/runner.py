@@ -23,6 +23,23 @@ class RunnerLost(Exception):
     """The runner cannot compute any more: the engine ends with this error."""
 
 
+def check_device(cause: Exception) -> None:
+    """Ask the GPU, after `cause`, whether it still computes.
+
+    After an illegal access, an ECC error or a failed assertion of a kernel, each later CUDA call of
+    the process fails, so that an engine that continued would answer all requests with errors.
+
+    Raises:
+        RunnerLost: It does not.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as e:
+        raise RunnerLost(f"The GPU does not compute any more: {str(e)[:300]}") from cause
+
+
 @dataclass(frozen=True)
 class Row:
     """New tokens of one sequence.

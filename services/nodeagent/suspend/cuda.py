@@ -187,6 +187,8 @@ class CudaCheckpoint:
         self._memory_usage = memory_usage
         self._estimates = SuspendEstimates(left=0.0, resume_bytes_per_s=10e9, least_resume_s=0.3)
         self._spilled: set[str] = set()
+        self._checkpointed: dict[str, tuple[int, ...]] = {}
+        """Processes that this agent has suspended, by instance."""
 
     def explain_unavailable(self) -> str:
         return self._reason
@@ -243,6 +245,7 @@ class CudaCheckpoint:
             left = self._memory_usage.used_bytes(target)
             if used - left < _LEAST_FREED * used:
                 raise EngineFailed(f"After the checkpoint {left >> 20} of {used >> 20} MiB are still in use on the device")
+            self._checkpointed[target.instance_id] = tuple(pids)
             return SuspendResult(used, left, max(used - left, memory.footprint(target.pids).pss - host))
         except (EngineFailed, PermissionDenied, OSError) as e:
             self._undo(driver, target, pids)
@@ -302,6 +305,9 @@ class CudaCheckpoint:
                 memory.page_in(target.pids)
         self._cgroups.thaw(target.instance_id)
         states = {pid: driver.state(pid) for pid in target.pids}
+        for pid in self._checkpointed.pop(target.instance_id, ()):
+            if states.get(pid) is None:
+                raise EngineFailed(f"The driver does not know pid {pid} any more, which it has checkpointed")
         for pid, state in states.items():
             if state in (State.FAILED, State.CHECKPOINTING, State.RESTORING):
                 raise EngineFailed(f"The driver failed for pid {pid}: its state is {state.name.lower()}")
@@ -337,6 +343,7 @@ class CudaCheckpoint:
 
     def forget(self, instance_id: str) -> None:
         self._spilled.discard(instance_id)
+        self._checkpointed.pop(instance_id, None)
 
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         self._estimates = self._estimates.learn_resumed(snapshot_bytes, took_s)

@@ -133,6 +133,15 @@ async def test_failed_restore_is_reported(driver: FakeDriver) -> None:
         await w.resume(target())
 
 
+async def test_checkpointed_process_that_the_driver_forgets_is_not_resumed(driver: FakeDriver) -> None:
+    """The driver answers with an error, as for a process without a context."""
+    w = way(driver)
+    await w.suspend(target())
+    del driver.states[B]
+    with pytest.raises(RestoreFailed, match=f"does not know pid {B}"):
+        await w.resume(target())
+
+
 async def test_suspension_in_a_separate_pid_namespace_is_refused(driver: FakeDriver) -> None:
     with pytest.raises(CannotSuspend, match="could not be verified"):
         await way(driver, sees_pids=False).suspend(target())

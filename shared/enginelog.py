@@ -12,6 +12,11 @@ _TAIL_CHARACTERS = 1200
 _ERRORS = ("error", "critical")
 
 
+def log_size(path: Path) -> int:
+    """Return the size of a log in bytes: where the output of its next process begins."""
+    return path.stat().st_size if path.exists() else 0
+
+
 def log_tail(path: Path, from_byte: int = 0) -> str:
     """Return the last log lines that may explain an exit.
 

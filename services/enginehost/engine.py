@@ -32,7 +32,7 @@ from services.enginehost.runtimes.spare import Spare
 from services.enginehost.settings import HostSettings
 from shared.contracts.engine import EngineStart, HostedEngine
 from shared.contracts.phases import Phase
-from shared.enginelog import log_tail
+from shared.enginelog import log_size, log_tail
 from shared.engines.status_reporter import StatusReporter
 from shared.environment import REFERENCE, find_referenced
 from shared.errors import EngineFailed, EngineKilled
@@ -227,7 +227,7 @@ class Engine:
             log=start.log_path,
             rank=self.rank,
         )
-        self._log_begins_at = await asyncio.to_thread(_size_of, Path(start.log_path))
+        self._log_begins_at = await asyncio.to_thread(log_size, Path(start.log_path))
         endpoint = await asyncio.to_thread(self._choose_endpoint, launch)
         if endpoint.engine_listens:
             inside = f"{CONTAINER_DIRECTORY}/{endpoint.socket.name}" if endpoint.socket is not None else ""
@@ -362,10 +362,14 @@ class Engine:
             error = probing.exception() if probing.done() else None
             if error is not None:  # a connection breaks a moment before the exit is visible
                 await asyncio.wait({ended}, timeout=_EXIT_VISIBLE_WITHIN_S)
+            was_answered = isinstance(error, EngineFailed) and not isinstance(error.__cause__, HttpError)
+            how = ""
             if ended.done() and (error is not None or not probing.done()):
-                raise self._exit_error(ended.result())
+                if not was_answered or ended.result().was_killed_externally:
+                    raise self._exit_error(ended.result())
+                how = f"; then it {ended.result()}"  # its answer says why, as vLLM's after an error of its core
             if isinstance(error, EngineFailed):
-                raise EngineFailed(f"{error.message}{self._log_excerpt()}") from error
+                raise EngineFailed(f"{error.message}{how}{self._log_excerpt()}") from error
             self._expected = probing.result()
         finally:
             probing.cancel()
@@ -471,10 +475,6 @@ class Engine:
     def _log_excerpt(self) -> str:
         words = self._log_tail()
         return f"; the end of its log:\n{words}" if words else f"; its log has no reason (`thaw logs {self._start.instance_id}`)"
-
-
-def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _device_environment(launch: Launch) -> dict[str, str]:

@@ -33,6 +33,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -181,10 +182,12 @@ class Fake:
             sys.stderr.write("the logits are not finite\n")
             sys.stderr.flush()
             os._exit(1)
-        self.options.mute = self.options.mute or bool(fake.get("mute"))
+        self.options.mute = self.options.mute or self.options.mute_end or bool(fake.get("mute"))
         if self.options.mute or self.asleep or "status" in fake:
             status = fake.get("status", 500)
-            return JSONResponse({"error": {"message": "no", "type": "odd", "param": "fake", "code": "own_code"}}, status)
+            after = BackgroundTask(os._exit, 0) if self.options.mute_end else None
+            error = {"message": "no", "type": "odd", "param": "fake", "code": "own_code"}
+            return JSONResponse({"error": error}, status, background=after)
         if body.get("model") not in (self.name, *self.lora.loaded) and self.like != "ollama" and self.name != "m":
             return JSONResponse({"error": {"message": f"no model {body.get('model')}", "code": 404}}, 404)
         if body.get("priority") and getattr(self.options, "scheduling_policy", None) != "priority":

@@ -5,6 +5,7 @@
     --ready-after S   prints a word each 0.1 s until then, and listens after it
     --ready-with FILE the same until FILE exists
     --mute            listens and is healthy, and every generation fails
+    --mute-end        the same, and it ends by itself with status 0 after its first answer
     --fork            has a child that leaves its session and ignores SIGTERM
     --retitle         has a child whose environment cannot be read from outside, as that of a
                       process with another title
@@ -100,7 +101,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--hold-pull", type=Path)
     parser.add_argument("--ready-with", type=Path)
     parser.add_argument("--change", choices=("refuse", "nan", "exit"))
-    for name in ("--mute", "--fork", "--share", "--retitle", "--ignore-term", "--hoard", "--no-reload"):
+    for name in ("--mute", "--mute-end", "--fork", "--share", "--retitle", "--ignore-term", "--hoard", "--no-reload"):
         parser.add_argument(name, action="store_true")
     like = parser.parse_known_args(argv)[0].like
     for name in _OPTIONS[like]:

@@ -42,6 +42,18 @@ async def test_healthy_engine_that_generates_nothing_never_becomes_ready(hosts: 
     await hosts.left_nothing(start.instance_id)
 
 
+async def test_engine_that_ends_after_its_refusal_is_explained_by_the_refusal(hosts: Hosts) -> None:
+    """vLLM ends after an error of its core, with status 0."""
+    start = hosts.host(fake_card("--mute-end"))
+    report = await hosts.settled(start.instance_id)
+    assert report.state == "failed"
+    assert report.error is not None
+    assert "generated no token" in report.error.message
+    assert "answered 500" in report.error.message
+    assert "then it ended with exit status 0" in report.error.message
+    await hosts.left_nothing(start.instance_id)
+
+
 async def test_slow_start_reports_progress_and_becomes_ready(hosts: Hosts, tmp_path: Path) -> None:
     may_end = tmp_path / "may end"
     start = hosts.host(fake_card("--ready-with", str(may_end)))

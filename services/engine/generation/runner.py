@@ -32,7 +32,7 @@ def check_device(cause: Exception) -> None:
     Raises:
         RunnerLost: It does not.
     """
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     try:
         torch.cuda.synchronize()

@@ -44,7 +44,7 @@ def test_1_a_stale_suspension_is_refused(w: World) -> None:
 
 
 def test_2_suspend_of_an_unknown_or_suspended_instance_is_a_no_op(w: World) -> None:
-    assert code(w.receive(e.SuspendCommand(suspend("nobody"), 2))) is None
+    assert code(w.receive(e.SuspendCommand(suspend("unknown"), 2))) is None
     w.suspended()
     effects = w.receive(e.SuspendCommand(suspend(), 3))
     assert code(effects) is None

@@ -29,7 +29,7 @@ DEVICE = "cuda:0"
 
 
 class UnitsBench(GpuBench):
-    """A loader with one GPU, of whose units `REUSE_PAGES` may stay without an instance."""
+    """A loader with one GPU. It keeps up to `REUSE_PAGES` pages of units that no instance uses."""
 
     def open_devices(self) -> Devices:
         self.virtual_memory = FakeVirtualMemory()

@@ -39,6 +39,7 @@ def process_gone(transition: Transition, instance: Instance, error: ErrorBody | 
     if charges is not None:
         instance = transition.put(instance.model_copy(update={"load": charges.apply_to(instance.load)}))
     transition.note_ended(instance)
+    transition.dequeue(instance.instance_id)  # it may have waited to be resumed
     if resuming.restarts(instance):
         no_memory_error = resuming.restart(transition, instance, error)
         if no_memory_error is None:

@@ -46,17 +46,13 @@ def begin(transition: Transition, instance: Instance, timeout_s: float, reason: 
     A second call can only shorten the deadline. An instance without requests is killed at once.
     """
     if instance.process is Process.QUEUED:
-        transition.state = replace(
-            transition.state, queue=tuple(r for r in transition.state.queue if r.instance_id != instance.instance_id)
-        )
+        transition.dequeue(instance.instance_id)
         teardown.free(transition, teardown.mark_gone(transition, transition.change(instance, stop_asked=True), None))
         return
     # Requests may compute while the weights arrive.
     is_serving = instance.accepts_requests and bool(instance.load.active or instance.load.waiting)
     if (instance.state.starting and not is_serving) or instance.state.parked or instance.suspend_state.freezing:
-        transition.state = replace(
-            transition.state, queue=tuple(r for r in transition.state.queue if r.instance_id != instance.instance_id)
-        )
+        transition.dequeue(instance.instance_id)
         termination.kill(transition, transition.change(instance, stop_asked=True, state=InstanceState.DRAINING, phase=None))
         return
     until = min(transition.now + timeout_s, instance.drain_until if instance.drain_until is not None else float("inf"))

@@ -103,7 +103,7 @@ def on_suspend(transition: Transition, event: SuspendCommand) -> None:
         return
     if instance is None or instance.process is Process.GONE or instance.state is InstanceState.FAILED or instance.state.parked:  # 2
         if instance is not None:
-            _dequeue(transition, instance.instance_id)
+            transition.dequeue(instance.instance_id)
         transition.reply(event.reply)
         return
     until = transition.now + command.drain_timeout_ms / 1000
@@ -410,10 +410,6 @@ def _book_leak(transition: Transition, instance: Instance, used: int) -> None:
     if booked is not None and used > LEAK_FACTOR * total and used > total + LEAK_FLOOR:
         transition.set_ledger(transition.state.ledger.set_booking(instance.instance_id, booked.device_ids, used, booked.weights))
         transition.park(instance, need_bytes=used, used_bytes=used)
-
-
-def _dequeue(transition: Transition, instance_id: str) -> None:
-    transition.state = replace(transition.state, queue=tuple(r for r in transition.state.queue if r.instance_id != instance_id))
 
 
 def _mib(value: int) -> str:

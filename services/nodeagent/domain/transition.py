@@ -76,6 +76,10 @@ class Transition:
     def enqueue(self, r: Reservation) -> None:
         self.state = replace(self.state, queue=(*self.state.queue, r))
 
+    def dequeue(self, instance_id: str) -> None:
+        """Drop the reservation that an instance waits for."""
+        self.state = replace(self.state, queue=tuple(r for r in self.state.queue if r.instance_id != instance_id))
+
     def reply(self, reply: int, error: ThawError | None = None) -> None:
         self.emit(Reply(reply, error.body() if error is not None else None))
 

@@ -69,6 +69,25 @@ def test_a_resume_may_wait_for_room(w: World) -> None:
 
 
 def test_2_resume_of_an_unknown_or_stopping_instance_is_not_found(w: World) -> None:
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_reservation_of_a_suspended_instance_ends_with_its_process(w: World, is_forgotten: bool) -> None:
+    w.suspended()
+    w.ready("j", pid=8, reserve=80)
+    w.receive(e.ResumeCommand(resume(wait_ms=600_000), 3))
+    w.receive(e.EngineExited("i", 7, -9, ERROR))
+    w.receive(e.WeightsReleased("i", 1))
+    w.receive(e.MemoryFreed("i", 1))
+    assert w["i"].state is FAILED
+    if is_forgotten:
+        w.receive(e.Tick(), w.state.policy.keep_failed_s)
+    w.receive(e.StopCommand(stop("j"), 4))
+    w.receive(e.EngineExited("j", 8, 0, ERROR))
+    w.receive(e.WeightsReleased("j", 1))
+    w.receive(e.MemoryFreed("j", 1))
+    assert w.find("i") is None if is_forgotten else w["i"].state is FAILED
+    assert not w.state.ledger.bookings
+
+
     assert code(w.receive(e.ResumeCommand(resume(), 3))) == NotFound.code
     w.suspended()
     w.receive(e.StopCommand(stop(), 4))

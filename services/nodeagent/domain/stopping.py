@@ -49,8 +49,9 @@ def begin(transition: Transition, instance: Instance, timeout_s: float, reason: 
         transition.dequeue(instance.instance_id)
         teardown.free(transition, teardown.mark_gone(transition, transition.change(instance, stop_asked=True), None))
         return
-    # Requests may compute while the weights arrive.
-    is_serving = instance.accepts_requests and bool(instance.load.active or instance.load.waiting)
+    # Requests may compute while the weights arrive, and while a pause is undone.
+    was_paused = instance.state is InstanceState.RESUMING and not instance.suspend_state.freezing
+    is_serving = (instance.accepts_requests or was_paused) and bool(instance.load.active or instance.load.waiting)
     if (instance.state.starting and not is_serving) or instance.state.parked or instance.suspend_state.freezing:
         transition.dequeue(instance.instance_id)
         termination.kill(transition, transition.change(instance, stop_asked=True, state=InstanceState.DRAINING, phase=None))

@@ -12,6 +12,7 @@ from services.nodeagent.domain.reservations import PASSES
 from services.nodeagent.domain.state import Instance, NodeState, Process
 from services.nodeagent.domain.status import instance_status
 from shared.contracts.base import ErrorBody
+from shared.contracts.engine import EngineLoad
 from shared.contracts.node import RESERVATION, InstanceState
 from shared.engines.final_charges import FinalCharges
 from shared.errors import EngineFailed, InsufficientMemory, NotFound
@@ -111,6 +112,18 @@ def test_4_resume_during_the_drain_cancels_the_suspension(w: World) -> None:
     w.receive(e.Resumed("i", 60))
     assert w["i"].state is READY
     assert w["i"].suspend_state.resumes == 0
+
+
+def test_stop_after_a_pause_that_was_called_off_drains_its_requests(w: World) -> None:
+    w.ready()
+    w.receive(e.EngineReported(report(pid=7).model_copy(update={"load": EngineLoad(active=1)})))
+    w.receive(e.SuspendCommand(suspend(), 2))
+    w.receive(e.ResumeCommand(resume(), 3))
+    assert w["i"].state is RESUMING
+    effects = w.receive(e.StopCommand(stop(), 4))
+    assert [x for x in effects if isinstance(x, e.RequestDrain)]
+    assert not [x for x in effects if isinstance(x, e.Signal)]
+    assert w["i"].state is DRAINING
 
 
 def test_5_resume_during_the_freeze_follows_the_suspension(w: World) -> None:

@@ -363,9 +363,11 @@ def on_spilled(transition: Transition, event: Spilled) -> None:
 def on_assessed(transition: Transition, event: Assessed) -> None:
     """Handle an assessment.
 
-    1. The first one since the start: its memory is the baseline for leaks; an instance that was
+    1. It began before the engine was frozen: it describes neither state, and is dropped. The way
+       in which the engine is suspended stays.
+    2. The first one since the start: its memory is the baseline for leaks; an instance that was
        started to be suspended is suspended now.
-    2. Deferred suspensions are decided.
+    3. Deferred suspensions are decided.
     """
     instance = transition.find(event.instance_id)
     if instance is None or instance.process is not Process.ALIVE:
@@ -374,6 +376,8 @@ def on_assessed(transition: Transition, event: Assessed) -> None:
     outlook = event.outlook
     if p.resumes and outlook.way == p.outlook.way:
         outlook = outlook.model_copy(update={"left_bytes": p.left_bytes or outlook.left_bytes})
+    if p.freezing:  # 1
+        return
     first = p.base_bytes == 0
     used = {"used_bytes": max(p.used_bytes, event.used_bytes)}
     # Growth until the first resume is normal use; later growth is a leak.
@@ -386,9 +390,9 @@ def on_assessed(transition: Transition, event: Assessed) -> None:
         and instance.command.park
         and instance.state is InstanceState.READY
         and not not_suspendable_reason(transition.state, instance)
-    ):  # 1
+    ):  # 2
         pause(transition, instance, transition.now + transition.state.policy.kill_grace_s)
-    retry_deferred(transition, event.instance_id)  # 2
+    retry_deferred(transition, event.instance_id)  # 3
 
 
 def on_measured(transition: Transition, event: Measured) -> None:

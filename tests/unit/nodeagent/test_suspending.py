@@ -262,6 +262,24 @@ def test_failed_suspension_becomes_a_stop(w: World) -> None:
     assert w.state.ledger.sum_reserved("cpu:0") == 60
 
 
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_assessment_that_ends_after_the_freeze_is_dropped(w: World, is_suspended: bool) -> None:
+    """It would change the way in which the engine is resumed, and book the memory that it had."""
+    w.state = replace(w.state, ledger=Ledger({"cpu:0": 1 << 30}))
+    w.ready()
+    w.receive(e.SuspendCommand(suspend(), 2))
+    w.receive(e.PauseAnswered("i", False))
+    late = e.Assessed("i", Outlook(way="sleep", resume_s=0.01), 1 << 29)
+    if not is_suspended:
+        w.receive(late)
+    w.receive(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+    if is_suspended:
+        w.receive(late)
+    assert w["i"].state is SUSPENDED
+    assert w.state.ledger.sum_reserved("cpu:0") == 10
+    assert e.Resume("i", "cpu") in w.receive(e.ResumeCommand(resume(), 3))
+
+
 # The snapshot budget.
 
 

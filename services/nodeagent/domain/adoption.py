@@ -58,7 +58,8 @@ def on_adopted(transition: Transition, event: Adopted) -> None:
         if is_still_suspended:  # 4
             transition.change(instance.model_copy(update={"process": Process.ALIVE}))
             return
-        if instance.suspend_state.pausing or instance.suspend_state.freezing or instance.state is InstanceState.RESUMING:  # 5
+        p = instance.suspend_state
+        if p.pause_asked or p.pausing or p.freezing or instance.state is InstanceState.RESUMING:  # 5
             _bring_back(transition, instance.model_copy(update={"process": Process.ALIVE, "drain_until": None}))
             return
     instance = instance.model_copy(  # 3
@@ -81,7 +82,8 @@ def _bring_back(transition: Transition, instance: Instance) -> None:
     """Undo a suspension of unknown progress."""
     frozen = instance.suspend_state.freezing
     update = {"state": InstanceState.RESUMING, "phase": Phase.RESTORE, "progress_at": transition.now}
-    parked = instance.suspend_state.model_copy(update={"pausing": False, "resume_requested": False, "begun_at": transition.now})
+    undone = {"pause_asked": False, "pausing": False, "resume_requested": False, "begun_at": transition.now}
+    parked = instance.suspend_state.model_copy(update=undone)
     transition.change(instance.model_copy(update=update), suspend_state=parked)
     transition.emit(Resume(instance.instance_id, instance.suspend_state.outlook.way if frozen else None))
 

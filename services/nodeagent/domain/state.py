@@ -82,6 +82,8 @@ class SuspendState(Frozen):
     """The measurements of an instance's suspensions.
 
     Args:
+        pause_asked: The engine was asked to pause if it is idle, and its answer is not known. Set
+            beforehand.
         pausing: The engine accepts no new request, and is frozen once idle.
         freezing: True while the instance is being frozen, or is frozen; set beforehand.
         resume_requested: A resume command arrived while it was being frozen.
@@ -99,6 +101,7 @@ class SuspendState(Frozen):
     """
 
     outlook: Outlook = Outlook()
+    pause_asked: bool = False
     pausing: bool = Field(default=False, validation_alias=AliasChoices("pausing", "holding"))
     freezing: bool = False
     resume_requested: bool = Field(default=False, validation_alias=AliasChoices("resume_requested", "wake_asked"))

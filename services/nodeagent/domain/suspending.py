@@ -136,6 +136,7 @@ def on_suspend(transition: Transition, event: SuspendCommand) -> None:
         return
     instance = transition.put(instance.model_copy(update={"token": command.token}))
     if command.only_if_idle:  # 6
+        transition.park(instance, pause_asked=True)
         waiting = transition.state.pause_waiters.get(instance.instance_id, ())
         asked = {
             **transition.state.pause_waiters,
@@ -191,6 +192,8 @@ def on_pause_answered(transition: Transition, event: PauseAnswered) -> None:
             transition.state, pause_waiters={k: a for k, a in transition.state.pause_waiters.items() if k != event.instance_id}
         )
         transition.emit(*(Reply(a.reply, event.error if wanted else None) for a in asks))
+        if instance is not None and instance.suspend_state.pause_asked:
+            instance = transition.park(instance, pause_asked=False)
         if instance is None or not wanted or instance.state is not InstanceState.READY:
             return
         if event.error is None and asks:
@@ -373,11 +376,11 @@ def on_assessed(transition: Transition, event: Assessed) -> None:
     if instance is None or instance.process is not Process.ALIVE:
         return
     p = instance.suspend_state
+    if p.freezing:  # 1
+        return
     outlook = event.outlook
     if p.resumes and outlook.way == p.outlook.way:
         outlook = outlook.model_copy(update={"left_bytes": p.left_bytes or outlook.left_bytes})
-    if p.freezing:  # 1
-        return
     first = p.base_bytes == 0
     used = {"used_bytes": max(p.used_bytes, event.used_bytes)}
     # Growth until the first resume is normal use; later growth is a leak.

@@ -24,6 +24,7 @@ def mark_gone(transition: Transition, instance: Instance, error: ErrorBody | Non
     The instance failed if it was not asked to stop and `error` is set; else it is draining.
     """
     died = not instance.stop_asked and error is not None
+    ended = {"snapshot_bytes": 0, "pause_asked": False, "pausing": False, "freezing": False}
     update = {
         "process": Process.GONE,
         "state": InstanceState.FAILED if died or instance.state is InstanceState.FAILED else InstanceState.DRAINING,
@@ -32,7 +33,7 @@ def mark_gone(transition: Transition, instance: Instance, error: ErrorBody | Non
         "adopt_until": None,
         "drain_until": None,
         "kill_at": None,
-        "suspend_state": instance.suspend_state.model_copy(update={"snapshot_bytes": 0, "pausing": False, "freezing": False}),
+        "suspend_state": instance.suspend_state.model_copy(update=ended),
     }
     return transition.change(instance, **update)
 

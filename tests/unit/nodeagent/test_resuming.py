@@ -15,7 +15,7 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import RESERVATION, InstanceState
 from shared.engines.final_charges import FinalCharges
-from shared.errors import EngineFailed, InsufficientMemory, NotFound
+from shared.errors import EngineFailed, InstanceBusy, InsufficientMemory, NotFound
 from tests.unit.nodeagent.world import ERROR, POSSIBLE, World, report, resume, start, stop, suspend
 
 READY, DRAINING, SUSPENDED = InstanceState.READY, InstanceState.DRAINING, InstanceState.SUSPENDED
@@ -69,7 +69,6 @@ def test_a_resume_may_wait_for_room(w: World) -> None:
     assert e.Resume("i", "cpu") in effects
 
 
-def test_2_resume_of_an_unknown_or_stopping_instance_is_not_found(w: World) -> None:
 @pytest.mark.parametrize("is_forgotten", [False, True])
 def test_reservation_of_a_suspended_instance_ends_with_its_process(w: World, is_forgotten: bool) -> None:
     w.suspended()
@@ -89,6 +88,7 @@ def test_reservation_of_a_suspended_instance_ends_with_its_process(w: World, is_
     assert not w.state.ledger.bookings
 
 
+def test_2_resume_of_an_unknown_or_stopping_instance_is_not_found(w: World) -> None:
     assert code(w.receive(e.ResumeCommand(resume(), 3))) == NotFound.code
     w.suspended()
     w.receive(e.StopCommand(stop(), 4))
@@ -254,6 +254,23 @@ def test_death_of_a_suspended_engine_releases_its_memory(w: World) -> None:
     assert w["i"].state is FAILED
     assert w.state.ledger.bookings == {}
     assert w.state.snapshot_bytes == 0
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_new_agent_wakes_an_engine_that_may_have_paused(w: World, is_answered: bool) -> None:
+    """The engine reports that it is ready, and would refuse every request."""
+    w.ready()
+    effects = w.receive(e.SuspendCommand(suspend(only_if_idle=True), 2))
+    assert effects.index(e.Persist("i")) < effects.index(e.PauseEngine("i", only_if_idle=True)), "recorded before it is asked"
+    if is_answered:
+        w.receive(e.PauseAnswered("i", True, InstanceBusy().body()))
+    new = adopt(w)
+    assert (e.Resume("i", None) in new.effects) is not is_answered
+    if not is_answered:
+        assert new["i"].state is RESUMING
+        new.receive(e.Resumed("i", 60))
+    assert new["i"].state is READY
+    assert adopt(new)["i"].state is READY
 
 
 def test_a_new_agent_finds_a_suspended_engine_suspended(w: World) -> None:

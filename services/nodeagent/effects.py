@@ -285,7 +285,7 @@ class EffectRunner:
             log.info("detached an instance", extra={"instance": instance_id, "pid": pid, "freed_bytes": detached.freed_bytes})
             ended = EngineFailed("The executor has detached the instance, which had ended").body()
             charges = self.read_charges(instance_id, pid)
-            self._post(e.EngineExited(instance_id, pid, 0, ended, charges=charges))
+            self._post(e.EngineExited(instance_id, pid, 0, ended, charges=charges, is_detached=True))
         finally:
             self._detaching.discard(instance_id)
 

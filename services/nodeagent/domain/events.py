@@ -164,6 +164,7 @@ class EngineExited:
     was computing when it exited. `is_stuck`: the agent ended the executor because a step of the
     culprit did not end. `is_fault`: the process itself caused the exit, whatever the exit status
     says (`Executors.is_fault`). `charges`: its last meters; None: they are not known.
+    `is_detached`: the process is an executor, and runs on.
     """
 
     instance_id: str
@@ -174,6 +175,7 @@ class EngineExited:
     is_stuck: bool = False
     is_fault: bool = False
     charges: FinalCharges | None = None
+    is_detached: bool = False
 
 
 @dataclass(frozen=True)

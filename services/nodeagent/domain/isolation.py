@@ -6,7 +6,7 @@ import signal
 from dataclasses import replace
 
 from services.nodeagent.domain.events import PersistCrashes
-from services.nodeagent.domain.state import Instance
+from services.nodeagent.domain.state import Instance, Process
 from services.nodeagent.domain.transition import Transition
 from shared.contracts.models import ModelCard
 from shared.contracts.node import StartInstance
@@ -92,9 +92,17 @@ def charge_executor(transition: Transition, instance: Instance) -> None:
 
 
 def on_executor_exited(transition: Transition, instance: Instance) -> None:
-    """Return the bytes of an executor that has died; bookings of its device may need another."""
-    if instance.is_shared:
-        transition.set_ledger(transition.state.ledger.set_executor(instance.command.device_ids[0], 0))
+    """Return the bytes of an executor that has died; bookings of its device may need another.
+
+    The exits of its instances are learned one after the other. By then the device may have another
+    executor, whose bytes stay booked.
+    """
+    if not instance.is_shared:
+        return
+    device_id = instance.command.device_ids[0]
+    there = (i for i in transition.state.instances.values() if i.is_shared and device_id in i.command.device_ids)
+    if not any(i.process is Process.ALIVE and i.pid != instance.pid for i in there):
+        transition.set_ledger(transition.state.ledger.set_executor(device_id, 0))
 
 
 def _key(card: ModelCard) -> str:

@@ -20,7 +20,7 @@ def on_exit(transition: Transition, event: EngineExited) -> None:
         isolation.count_crash(
             transition, instance, event.culprit, event.returncode, is_stuck=event.is_stuck, is_fault=event.is_fault
         )
-        if event.returncode != 0:  # else it is detached, and its executor runs on
+        if not event.is_detached:
             isolation.on_executor_exited(transition, instance)
         # The exit status of an earlier agent's child is unknown: one that drained was asked to end.
         is_suspending = instance.suspend_state.pausing or instance.suspend_state.freezing

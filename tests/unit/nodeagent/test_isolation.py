@@ -151,9 +151,41 @@ def with_executor(instance_id: str, reserve: int = 20, executor: int = 50) -> St
 
 def detach(world: World, instance_id: str, pid: int = 7) -> None:
     world.receive(e.StopCommand(stop(instance_id, drain_timeout_ms=0), 1))
-    world.receive(e.EngineExited(instance_id, pid, 0, ERROR))
+    world.receive(e.EngineExited(instance_id, pid, 0, ERROR, is_detached=True))
     world.receive(e.MemoryFreed(instance_id, 0))
     world.receive(e.WeightsReleased(instance_id, 0))
+
+
+def attach(world: World, instance_id: str, pid: int) -> None:
+    world.receive(e.StartCommand(with_executor(instance_id, reserve=10), 1))
+    world.receive(e.EngineForked(instance_id, pid, 123))
+    world.receive(e.EngineReported(report(instance_id, "ready", pid)))
+
+
+def crash(world: World, instance_id: str, pid: int, status: int) -> None:
+    world.receive(e.EngineExited(instance_id, pid, status, ERROR))
+    world.receive(e.MemoryFreed(instance_id, 0))
+    world.receive(e.WeightsReleased(instance_id, 0))
+
+
+@pytest.mark.parametrize("status", [0, -signal.SIGKILL])
+def test_executor_that_has_exited_is_not_booked_any_more(status: int) -> None:
+    """An executor that an operator ends by SIGTERM has exit status 0."""
+    world = World()
+    attach(world, "a", 7)
+    crash(world, "a", 7, status)
+    assert world.state.ledger.sum_reserved("cpu:0") == 0
+
+
+def test_late_exit_of_an_executor_leaves_the_next_one_booked() -> None:
+    world = World()
+    attach(world, "a", 7)
+    attach(world, "b", 7)
+    crash(world, "a", 7, -9)
+    attach(world, "c", 8)
+    crash(world, "b", 7, -9)
+    detach(world, "c", 8)
+    assert world.state.ledger.sum_reserved("cpu:0") == 50, "the executor of c runs"
 
 
 def test_executor_is_booked_once_and_while_it_runs() -> None:

@@ -115,8 +115,7 @@ class EffectRunner:
             case e.Prepare():
                 self._spawn("prepare", effect.instance_id, self._prepare(effect.instance_id))
             case e.Take():
-                self.processes.hand_over(effect.template, effect.instance_id)
-                self._spawn("take", effect.instance_id, self._take(effect))
+                self._begin_take(effect)
             case e.Ping():
                 self._spawn("ping", effect.instance_id, self._ping(effect.instance_id))
             case e.RequestDrain():
@@ -196,6 +195,13 @@ class EffectRunner:
 
         The host reports the outcome under the new id.
         """
+    def _begin_take(self, effect: e.Take) -> None:
+        pid = self._loop.state.instances[effect.instance_id].pid
+        if self.processes.hand_over(effect.template, effect.instance_id) or pid is None:
+            self._spawn("take", effect.instance_id, self._take(effect))
+        else:  # its exit is still being explained, as that of the template
+            self._on_exited(effect.instance_id, pid)
+
         instances = self._loop.state.instances
         instance, template = instances[effect.instance_id], instances[effect.template]
         self._timelines.get_timeline(effect.instance_id).forking("template")

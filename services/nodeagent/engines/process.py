@@ -86,14 +86,19 @@ class Processes:
         asyncio.get_running_loop().add_reader(descriptor, self._on_gone, instance_id)
         return actual
 
-    def hand_over(self, old: str, new: str) -> None:
-        """Report the exit of `old`'s process as that of `new` from now on."""
-        if old in self._watched:
-            descriptor = self._watched.pop(old)
-            self._watched[new] = descriptor
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(descriptor[1])
-            loop.add_reader(descriptor[1], self._on_gone, new)
+    def hand_over(self, old: str, new: str) -> bool:
+        """Report the exit of `old`'s process as that of `new` from now on.
+
+        False: it has exited, and that was reported already.
+        """
+        if old not in self._watched:
+            return False
+        descriptor = self._watched.pop(old)
+        self._watched[new] = descriptor
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(descriptor[1])
+        loop.add_reader(descriptor[1], self._on_gone, new)
+        return True
 
     def send(self, instance_id: str, what: Literal["term", "kill"]) -> None:
         """Signal the watched process, never a later one with the same pid."""

@@ -53,6 +53,16 @@ async def test_process_exit_is_reported_with_its_instance(sleeper: subprocess.Po
     processes.close()
 
 
+async def test_process_that_has_exited_is_not_handed_over(sleeper: subprocess.Popen[bytes]) -> None:
+    ends: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+    processes = Processes(lambda instance, pid: ends.put_nowait((instance, pid)))
+    processes.watch("old", sleeper.pid)
+    assert processes.hand_over("old", "new")
+    processes.send("new", "kill")
+    assert await asyncio.wait_for(ends.get(), 60) == ("new", sleeper.pid)
+    assert not processes.hand_over("new", "newest")
+
+
 async def test_reused_pid_is_not_watched(sleeper: subprocess.Popen[bytes]) -> None:
     processes = Processes(lambda *_: None)
     started = process_start(sleeper.pid)

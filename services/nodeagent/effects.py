@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from services.nodeagent.adapters.publisher import Publisher
 from services.nodeagent.adapters.records import Records
 from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.domain import events as e
+from services.nodeagent.domain.state import Process
 from services.nodeagent.engines.executors import Executors
 from services.nodeagent.engines.exits import explain_exit, prune_logs, reports_fault
 from services.nodeagent.engines.launcher import Launcher
@@ -43,6 +46,8 @@ _EXIT_STATUS_WITHIN_S = 0.25
 _KEPT_LOGS = 64
 _CLEAN_AGAIN_S = 2.0
 _DETACHES_WITHIN_S = 5.0
+_DRAINS_WITHIN_MS = 3_000
+_ASK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -190,11 +195,6 @@ class EffectRunner:
             cgroup_procs=self._suspender.group_for(self._loop.state.instances[instance_id]),
         )
 
-    async def _take(self, effect: e.Take) -> None:
-        """Wake a template's engine and have its host become the instance.
-
-        The host reports the outcome under the new id.
-        """
     def _begin_take(self, effect: e.Take) -> None:
         pid = self._loop.state.instances[effect.instance_id].pid
         if self.processes.hand_over(effect.template, effect.instance_id) or pid is None:
@@ -202,6 +202,11 @@ class EffectRunner:
         else:  # its exit is still being explained, as that of the template
             self._on_exited(effect.instance_id, pid)
 
+    async def _take(self, effect: e.Take) -> None:
+        """Wake a template's engine and have its host become the instance.
+
+        The host reports the outcome under the new id.
+        """
         instances = self._loop.state.instances
         instance, template = instances[effect.instance_id], instances[effect.template]
         self._timelines.get_timeline(effect.instance_id).forking("template")
@@ -253,7 +258,8 @@ class EffectRunner:
 
     async def _explain(self, instance_id: str, pid: int) -> None:
         status = await self._launcher.exit_status(pid, _EXIT_STATUS_WITHIN_S)
-        await self._suspender.on_ended(instance_id)
+        with contextlib.suppress(EngineFailed):  # the proof that its memory is free repeats it
+            await self._suspender.on_ended(instance_id)
         error = explain_exit(pid, status, self._meter.oom_window(), self.log_path(instance_id))
         culprit = self._executors.culprit(pid)
         is_stuck = self._executors.is_stuck(pid)
@@ -270,18 +276,21 @@ class EffectRunner:
     async def _detach(self, instance_id: str, pid: int) -> None:
         """Detach a shared instance; end its executor if that does not answer.
 
-        If the instance's memory is still mapped nothing is posted, and the decision to end the
-        instance is repeated after the grace period.
+        If the instance's memory is still mapped, or NATS was unreachable, nothing is posted, and
+        the decision to end the instance is repeated after the grace period.
         """
         if instance_id in self._detaching:
             return
         self._detaching.add(instance_id)
+        reconnections = self._mesh.reconnections
         try:
             detached = await self._executors.detach(instance_id, pid, _DETACHES_WITHIN_S)
         except (Unreachable, DeadlineExceeded) as silent:
-            log.error(
-                "the executor does not answer; ending it", extra={"instance": instance_id, "pid": pid, "error": silent.message}
-            )
+            fields = {"instance": instance_id, "pid": pid, "error": silent.message}
+            if not self._mesh.is_connected or self._mesh.reconnections != reconnections:
+                log.warning("failed to detach an instance while NATS was unreachable; retrying", extra=fields)
+                return  # its executor serves other models, and is not to blame
+            log.error("the executor does not answer; ending it", extra=fields)
             self._executors.note_silent(pid, _DETACHES_WITHIN_S)
             self.processes.send(instance_id, "kill")
         except (ThawError, NatsError) as fault:
@@ -320,13 +329,32 @@ class EffectRunner:
         self._post(e.EngineReported(report))
 
     async def _drain(self, effect: e.RequestDrain) -> None:
+        """Ask an engine to drain.
+
+        A running engine that cannot be reached may be reconnecting to NATS, and is asked again.
+        """
         error: ErrorBody | None = None
-        request = DrainEngine(only_if_idle=effect.only_if_idle, reason=effect.reason, deadline_ms=3_000)
-        try:
-            await self._ask(subjects.engine_control(effect.instance_id), request, Done)
-        except ThawError as refused:
-            error = refused.body()
-        self._post(e.DrainAnswered(effect.instance_id, effect.only_if_idle, error))
+        request = DrainEngine(only_if_idle=effect.only_if_idle, reason=effect.reason, deadline_ms=_DRAINS_WITHIN_MS)
+        until = time.monotonic() + _DRAINS_WITHIN_MS / 1000
+        while True:
+            try:
+                await self._ask(subjects.engine_control(effect.instance_id), request, Done)
+            except Unreachable as away:
+                if self._is_draining(effect.instance_id) and time.monotonic() < until:
+                    await asyncio.sleep(_ASK_AGAIN_S)
+                    continue
+                error = away.body()
+            except ThawError as refused:
+                error = refused.body()
+            self._post(e.DrainAnswered(effect.instance_id, effect.only_if_idle, error))
+            return
+
+    def _is_draining(self, instance_id: str) -> bool:
+        """True if the instance was asked to stop, and its process has had no signal yet."""
+        instance = self._loop.state.instances.get(instance_id)
+        if instance is None or instance.process is not Process.ALIVE:
+            return False
+        return instance.stop_asked and instance.kill_at is None
 
     def _signal(self, effect: e.Signal) -> None:
         instance = self._loop.state.instances[effect.instance_id]

@@ -31,16 +31,17 @@ from shared.contracts.executor import (
     parse_current,
 )
 from shared.errors import EngineFailed, Unreachable
-from shared.logfiles import sort_newest_first
+from shared.logfiles import ASIDE, sort_newest_first
 from shared.restart_records import recover_records, write_record
 
 log = logging.getLogger(__name__)
 _ATTACH_WITHIN_S = 60.0
 _ATTACH_MS = 5_000
 _POLL_S = 0.01
+_REACHED_AGAIN_S = 0.1
 _WATCHED_EVERY_S = 1.0
 _ENDS_WITHIN_S = 5.0
-_KEPT_LOGS = 8
+KEPT_LOGS = 8
 
 
 class ExecutorRecord(Frozen):
@@ -138,8 +139,10 @@ class Executors:
     async def detach(self, instance_id: str, pid: int, within_s: float) -> InstanceDetached:
         """Detach an instance.
 
+        An executor that cannot be reached may be reconnecting to NATS, and is asked again.
+
         Raises:
-            Unreachable: The executor does not answer, or is unknown.
+            Unreachable: The executor cannot be reached in time, has ended, or is unknown.
             DeadlineExceeded: The executor did not answer in time.
             EngineFailed: The instance's memory is still mapped.
         """
@@ -147,9 +150,17 @@ class Executors:
         if record is None:
             raise Unreachable(f"No executor with pid {pid} is known")
         command = DetachInstance(instance_id=instance_id, deadline_ms=max(1, int(within_s * 1e3)))
-        detached = await self._request(subjects.executor_control(record.executor_id), command, InstanceDetached)
-        assert isinstance(detached, InstanceDetached)
-        return detached
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                detached = await self._request(subjects.executor_control(record.executor_id), command, InstanceDetached)
+            except Unreachable:
+                if not record.is_alive or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_REACHED_AGAIN_S)
+                continue
+            assert isinstance(detached, InstanceDetached)
+            return detached
 
     def culprit(self, pid: int) -> str:
         """Return the id of the instance that was computing when an executor died; empty: none."""
@@ -260,8 +271,9 @@ class Executors:
     def _prune_logs(self) -> None:
         running = {self._log_path(record.executor_id) for record in self._by_pid.values()}
         ended = [path for path in self._logs.glob("*.executor.log") if path not in running]
-        for path in sort_newest_first(ended)[_KEPT_LOGS:]:
+        for path in sort_newest_first(ended)[KEPT_LOGS:]:
             path.unlink(missing_ok=True)
+            path.with_name(path.name + ASIDE).unlink(missing_ok=True)
 
     def _record_path(self, executor_id: str) -> Path:
         return self._directory / f"{executor_id}.json"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from services.nodeagent.engines import executors as module
-from services.nodeagent.engines.executors import Executors
+from services.nodeagent.engines.executors import KEPT_LOGS, Executors
 from services.nodeagent.engines.launcher import Launcher
 from shared.contracts.engine import EngineStart
-from shared.contracts.executor import ExecutorStart, InstanceAttached
-from shared.errors import EngineFailed
+from shared.contracts.executor import AttachInstance, ExecutorStart, InstanceAttached, InstanceDetached
+from shared.errors import EngineFailed, ThawError, Unreachable
 from tests.support.fake_engine import card_of
 
 
@@ -29,8 +30,8 @@ async def attached(*_: Any) -> InstanceAttached:
     return InstanceAttached(pid=os.getpid())
 
 
-def executors(tmp_path: Path) -> Executors:
-    return Executors(cast(Launcher, OwnProcess()), attached, tmp_path / "executors", tmp_path, "n", {})
+def executors(tmp_path: Path, request: Callable[..., Awaitable[Any]] = attached) -> Executors:
+    return Executors(cast(Launcher, OwnProcess()), request, tmp_path / "executors", tmp_path, "n", {})
 
 
 def start(tmp_path: Path, logs: str = "") -> EngineStart:
@@ -57,6 +58,34 @@ async def test_executor_whose_record_cannot_be_written_serves(tmp_path: Path, mo
 async def test_log_that_cannot_be_linked_refuses_the_start(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="cannot be linked"):
         await executors(tmp_path).attach(start(tmp_path, "missing"))
+
+
+async def test_executor_that_reconnects_to_nats_is_asked_to_detach_again(tmp_path: Path) -> None:
+    answers: list[Any] = [Unreachable("it reconnects"), Unreachable("it reconnects"), InstanceDetached(freed_bytes=5)]
+
+    async def request(_subject: str, command: Any, _reply: Any) -> Any:
+        if isinstance(command, AttachInstance):
+            return InstanceAttached(pid=os.getpid())
+        answer = answers.pop(0)
+        if isinstance(answer, ThawError):
+            raise answer
+        return answer
+
+    found = executors(tmp_path, request)
+    await found.attach(start(tmp_path))
+    assert (await found.detach("i", os.getpid(), 60)).freed_bytes == 5
+    answers.append(Unreachable("it has no subscription"))
+    with pytest.raises(Unreachable):
+        await found.detach("i", os.getpid(), -1)
+
+
+async def test_rotated_logs_of_removed_executors_are_removed(tmp_path: Path) -> None:
+    for number in range(20):
+        log = tmp_path / f"x-{number}.n.executor.log"
+        log.touch()
+        log.with_name(f"{log.name}.1").touch()
+    await executors(tmp_path).attach(start(tmp_path))
+    assert len(list(tmp_path.glob("*.executor.log"))) == len(list(tmp_path.glob("*.executor.log.1"))) == KEPT_LOGS
 
 
 async def test_the_next_agent_finds_an_executor(tmp_path: Path) -> None:

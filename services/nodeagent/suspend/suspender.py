@@ -153,6 +153,8 @@ class Suspender:
         if not target.pids:
             raise CannotSuspend("None of the engine's processes can be found")
         tried = (instance.command.card.name, name)
+        if name not in self._ways:
+            raise CannotSuspend(_no_way(name))
         try:
             taken = await self._ways[name].suspend(target)
         except (CannotSuspend, DeviceFailed):
@@ -173,6 +175,8 @@ class Suspender:
 
         Raises `CannotSuspend`.
         """
+        if name not in self._ways:
+            raise CannotSuspend(_no_way(name))
         way, target = self._ways[name], self._frozen.get(instance.instance_id)
         if not isinstance(way, Spilling):
             raise CannotSuspend(f"A suspension by {name} has no snapshot that can be written to swap")
@@ -196,7 +200,7 @@ class Suspender:
         known = self._frozen.pop(instance.instance_id, None)
         target = known if known is not None else await asyncio.to_thread(self.target, instance)
         if name is not None:
-            await self._ways[name].resume(target)
+            await self._resume_by(name, target)
         else:
             await asyncio.to_thread(self.cgroups.thaw, instance.instance_id)
         if name == "cpu":
@@ -225,10 +229,16 @@ class Suspender:
         target = known if known is not None else await asyncio.to_thread(self.target, template)
         way = template.suspend_state.outlook.way
         if way is not None:
-            await self._ways[way].resume(target)
+            await self._resume_by(way, target)
         await asyncio.to_thread(self._move, template.instance_id, instance.instance_id, target.pids)
         for method in self._ways.values():
             method.forget(template.instance_id)
+
+    async def _resume_by(self, name: SuspendWay, target: Target) -> None:
+        """Raises `RestoreFailed`, also for a method that only an earlier nodeagent had."""
+        if name not in self._ways:
+            raise RestoreFailed(_no_way(name))
+        await self._ways[name].resume(target)
 
     def _move(self, old: str, new: str, pids: tuple[int, ...]) -> None:
         for pid in sorted({*pids, *self.cgroups.pids(old)}):
@@ -307,6 +317,9 @@ class Suspender:
             instance_id: The instance.
             is_hosted: A host may have started processes that its control group does not show. To
                 find them costs some milliseconds of CPU time.
+
+        Raises:
+            EngineFailed: A process cannot be ended, and may still use memory.
         """
         self._frozen.pop(instance_id, None)
         for way in self._ways.values():
@@ -315,11 +328,7 @@ class Suspender:
         while self.cgroups.pids(instance_id):
             self.cgroups.kill(instance_id)
             if asyncio.get_running_loop().time() > deadline:
-                log.error(
-                    "failed to end an engine's processes",
-                    extra={"instance": instance_id, "pids": self.cgroups.pids(instance_id)},
-                )
-                return
+                raise _not_ended(instance_id, self.cgroups.pids(instance_id))
             await asyncio.sleep(_POLL_S)
         # The kernel is still removing exited processes: until then the group is in use.
         deadline = asyncio.get_running_loop().time() + _REMOVED_WITHIN_S
@@ -329,7 +338,7 @@ class Suspender:
             # Where there are no cgroups, a hosted engine's processes are known by their mark.
             mark = mark_of(self.cgroups.scope, instance_id)
             if not await asyncio.to_thread(end_marked, mark):
-                log.error("failed to end an engine's processes", extra={"instance": instance_id, "pids": find_marked(mark)})
+                raise _not_ended(instance_id, find_marked(mark))
         if left := self.cgroups.left_segments(instance_id):
             await asyncio.to_thread(shared_memory.remove, left)
 
@@ -341,3 +350,13 @@ class Suspender:
                     log.warning("ending orphaned engine processes", extra={"instance": instance_id, "pids": pids})
                 with contextlib.suppress(EngineFailed):
                     await self.on_ended(instance_id)
+
+
+def _no_way(name: SuspendWay) -> str:
+    return f"This nodeagent does not suspend by {name}, as an earlier one did: its THAW_SUSPEND or THAW_DEVICES differ"
+
+
+def _not_ended(instance_id: str, pids: Collection[int]) -> EngineFailed:
+    named = ", ".join(map(str, sorted(pids)))
+    log.error("failed to end an engine's processes", extra={"instance": instance_id, "pids": named})
+    return EngineFailed(f"Processes {named} of {instance_id} could not be ended. They may hang in a driver (`dmesg`)")

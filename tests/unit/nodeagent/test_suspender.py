@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from services.nodeagent.suspend import suspender as module
 from services.nodeagent.suspend.cgroups import Cgroups, FreezerV2
 from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.suspender import Suspender
+from shared.errors import EngineFailed
 from shared.processes import MARK_VARIABLE, mark_of
 
 _UNUSED: Any = None
@@ -32,6 +36,29 @@ async def test_control_group_of_an_exited_engine_is_removed(tmp_path: Path) -> N
     assert groups.create("i") is not None
     await Suspender({}, groups, MemoryUsage({}), _UNUSED, 1.0).on_ended("i")
     assert list(groups.known()) == []
+
+
+class Hanging(Cgroups):
+    """A group whose process hangs in the kernel, where no signal ends it."""
+
+    def pids(self, instance_id: str) -> tuple[int, ...]:
+        return (4321,)
+
+    def kill(self, instance_id: str, spared: int | None = None) -> None: ...
+
+
+async def test_process_that_cannot_be_ended_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may use memory that the node would give away otherwise."""
+    monkeypatch.setattr(module, "_ENDED_WITHIN_S", 0.0)
+    with pytest.raises(EngineFailed, match="4321"):
+        await Suspender({}, Hanging("n", tmp_path, FreezerV2()), MemoryUsage({}), _UNUSED, 1.0).on_ended("i")
+
+
+async def test_marked_process_that_cannot_be_ended_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "end_marked", lambda mark: False)
+    monkeypatch.setattr(module, "find_marked", lambda mark: {4321})
+    with pytest.raises(EngineFailed, match="4321"):
+        await Suspender({}, Cgroups("n", None, None), MemoryUsage({}), _UNUSED, 1.0).on_ended("i")
 
 
 def test_only_for_hosted_engines_are_marked_processes_searched(tmp_path: Path) -> None:

@@ -119,6 +119,19 @@ async def test_unreadable_device_fails_the_assessment_and_the_resume() -> None:
         await found.resume(suspended("sleep", frees=900, left=100, snapshot=0), "sleep")
 
 
+async def test_way_of_an_earlier_agent_that_this_one_lacks_is_an_error() -> None:
+    """The agent ends after an error that is not a `ThawError`, and again after its restart."""
+    found = make_suspender(1000, SuspendMethod("sleep"))
+    with pytest.raises(RestoreFailed, match="THAW_SUSPEND"):
+        await found.resume(suspended("cpu", frees=4, left=1, snapshot=320), "cpu")
+    with pytest.raises(RestoreFailed, match="THAW_SUSPEND"):
+        await found.hand_over(suspended("cpu", frees=4, left=1, snapshot=320), alive())
+    with pytest.raises(CannotSuspend, match="THAW_SUSPEND"):
+        await found.suspend(alive(), "cpu")
+    with pytest.raises(CannotSuspend):
+        await found.spill(alive(), "cpu")
+
+
 def alive() -> Instance:
     """Return an instance whose process is the test's own, which stays untouched."""
     return Instance(command=start(), token=1, progress_at=0.0, pid=os.getpid(), process_start=1)

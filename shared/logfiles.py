@@ -80,13 +80,19 @@ def bound_log(path: Path, limit_bytes: int) -> None:
     """Rotate a log over the limit: copy it, then truncate it.
 
     The writer keeps the file open for appending. Lines written between the copy and the truncation
-    are lost.
+    are lost, and all lines if they cannot be copied: a log that grows on a full disk would keep it
+    full.
     """
+    aside = path.with_name(path.name + ASIDE)
     with contextlib.suppress(OSError):
-        if path.stat().st_size > limit_bytes:
-            shutil.copyfile(path, path.with_name(path.name + ASIDE))
-            with path.open("r+b") as f:
-                f.truncate()
+        if path.stat().st_size <= limit_bytes:
+            return
+        try:
+            shutil.copyfile(path, aside)
+        except OSError:
+            aside.unlink(missing_ok=True)
+        with path.open("r+b") as f:
+            f.truncate()
 
 
 def bound_logs(directory: Path, limit_bytes: int) -> None:

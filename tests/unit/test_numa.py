@@ -99,6 +99,23 @@ def test_agent_and_loader_agree_on_the_devices_of_several_nodes(tmp_path: Path, 
     }
 
 
+def test_agent_starts_on_a_full_disk_with_the_stored_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "load_nvml", lambda: None)
+    settings = NodeagentSettings(node="n", devices="auto")
+    stored = tmp_path / "budgets.json"
+    first = inventory.open_devices(settings, stored, adopting=False, nodes=NODES[:1])["cpu:0"].info.budget_bytes
+
+    def fill(self: Path, *_: object) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(inventory, "available_bytes", lambda: 0)
+    monkeypatch.setattr(Path, "write_text", fill)
+    for _ in range(2):
+        found = inventory.open_devices(settings, stored, adopting=True, nodes=NODES[:1])
+        assert found["cpu:0"].info.budget_bytes == first
+
+
 @pytest.fixture(scope="module")
 def node() -> int:
     """A node of this machine."""

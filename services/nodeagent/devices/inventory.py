@@ -36,7 +36,6 @@ def open_devices(
 
     Raises:
         DeviceMissing: A device in THAW_DEVICES does not exist or cannot be read.
-        OSError: `budgets` cannot be written.
     """
     wanted = parse_devices(settings.devices)
     nvml = load_nvml() if wanted is None or any(w.kind == "cuda" for w in wanted) else None
@@ -60,10 +59,20 @@ def open_devices(
             if is_explicit:
                 raise DeviceMissing(f"THAW_DEVICES names {each.device_id}: {fault.message}") from fault
             log.error("a device is left out", extra={"device": each.device_id, "reason": fault.message})
-    budgets.write_text(json.dumps({device_id: device.info.budget_bytes for device_id, device in found.items()}))
+    _store(budgets, {device_id: device.info.budget_bytes for device_id, device in found.items()})
     for device_id, device in found.items():
         log.info("device", extra={"device": device_id, "device_name": device.info.name, "budget_bytes": device.info.budget_bytes})
     return found
+
+
+def _store(path: Path, budgets: dict[str, int]) -> None:
+    """Replace the file of the budgets. A disk error is logged: only the next agent needs it."""
+    draft = path.with_name(f"{path.name}.new")
+    try:
+        draft.write_text(json.dumps(budgets))
+        draft.replace(path)
+    except OSError as e:
+        log.error("failed to store the devices' budgets", extra={"path": str(path), "error": str(e)})
 
 
 def _cpu_budget(wanted: WantedDevice, settings: NodeagentSettings, budgets: Path, adopting: bool) -> int:

@@ -6,6 +6,7 @@ Slower by its imports, with nothing shared.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -61,7 +62,7 @@ class DirectLauncher:
 
         Blocks for about a millisecond: small local files and a vfork.
         """
-        spec = self._specs / f"{start.instance_id}.json"
+        spec = self._spec_path(start.instance_id)
         with os.fdopen(os.open(spec, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(start.model_dump_json())
         kept = find_referenced(start.card.spec.env) if isinstance(start, EngineStart) else ()
@@ -74,6 +75,9 @@ class DirectLauncher:
                 env={**without_credentials(os.environ, kept), **start.environment},
                 start_new_session=True,
             )
+
+    def _spec_path(self, instance_id: str) -> Path:
+        return self._specs / f"{instance_id}.json"
 
     async def exit_status(self, pid: int, within_s: float) -> int | None:
         child = self._children.get(pid)
@@ -88,10 +92,12 @@ class DirectLauncher:
         return status
 
     async def clean_up(self, instance_id: str, card: ModelCard) -> None:
-        """Remove the container of a killed host.
+        """Remove the order of the start, which has credentials, and the container of a killed host.
 
-        A new host process of the same module does it.
+        A new host process of the same module does the latter.
         """
+        with contextlib.suppress(OSError):
+            self._spec_path(instance_id).unlink(missing_ok=True)
         if card.spec.container is None:
             return
         try:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from services.nodeagent.engines.direct import DirectLauncher
+from shared.contracts.engine import EngineStart
 from shared.errors import EngineFailed
 from tests.support.fake_engine import card_of
 
@@ -27,6 +28,19 @@ async def test_a_clean_up_that_cannot_start_a_process_can_be_repeated(tmp_path: 
     card = card_of("a", engine="vllm", container={"image": "vllm:1"})
     with pytest.raises(EngineFailed, match="Resource temporarily unavailable"):
         await DirectLauncher("services.enginehost", tmp_path / "specs").clean_up("i", card)
+
+
+async def test_order_of_an_ended_start_is_removed(tmp_path: Path) -> None:
+    """It has credentials, and a node starts engines for months."""
+    specs = tmp_path / "specs"
+    launcher = DirectLauncher("json.tool", specs)
+    card = card_of("a", engine="vllm")
+    order = EngineStart(instance_id="i", node="n", card=card, device="cpu:0", kv_bytes=0, log_path=str(tmp_path / "log"))
+    pid = await launcher.launch(order)
+    assert await launcher.exit_status(pid, 60) == 0
+    assert [path.name for path in specs.iterdir()] == ["i.json"]
+    await launcher.clean_up("i", card)
+    assert not list(specs.iterdir())
 
 
 def start(program: str) -> subprocess.Popen[bytes]:

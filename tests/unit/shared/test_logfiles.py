@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,17 @@ def test_rotated_log_begins_again(path: Path, after: str) -> None:
     path.write_text(after)
     part = read_part(path, 10, LIMIT, position)
     assert ("\n".join(part.lines) + "\n", part.skipped) == (after, True)
+
+
+def test_log_that_cannot_be_copied_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(_: Path, destination: Path) -> None:
+        destination.write_text("on")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", fill)
+    bound_log(path, 1)
+    assert path.read_text() == ""
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "a part of the copy takes no room"
 
 
 def test_part_is_bounded_in_bytes_and_begins_with_a_whole_line(tmp_path: Path) -> None:

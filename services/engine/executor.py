@@ -48,10 +48,11 @@ from shared.contracts.executor import (
     PingExecutor,
 )
 from shared.contracts.loader import LoaderProgress
+from shared.engines.status_reporter import INTERVAL_S
 from shared.errors import EngineFailed, ShuttingDown
 from shared.messaging import Mesh
 from shared.sizing import need_of
-from shared.tasks import wait_for_first
+from shared.tasks import end, wait_for_first
 from shared.telemetry.timeline import Timeline
 from weights.kv_lease import KvLease
 
@@ -109,6 +110,7 @@ class Executor:
         mesh, start = self._parts.mesh, self._start
         mesh.respond(subjects.executor_control(start.executor_id), EXECUTOR_CONTROL, self._control, concurrent=True)
         mesh.listen(subjects.loader_status(start.node), LoaderProgress, self._on_loader)
+        reporting = asyncio.create_task(self._report_ends(), name="reports of ended instances")
         try:
             if not await mesh.start_unless(self._stop):
                 return 0
@@ -124,7 +126,20 @@ class Executor:
             await mesh.stop()
             return 0
         finally:
+            await end(reporting)
             self._parts.close()
+
+    async def _report_ends(self) -> None:
+        """Report instances that have ended, until they are detached.
+
+        The exit of a process would show their end, and this process runs on. A report is lost if
+        the nodeagent reconnects to NATS later than this process.
+        """
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            for attached in list(self._attached.values()):
+                if attached.engine is not None and attached.running.done():
+                    await attached.engine.report_end()
 
     def _on_step(self, name: str | None) -> None:
         """Record what the computing thread is about to do."""
@@ -317,14 +332,14 @@ def mapped_bytes(ranges: Iterable[AddressRange], others: Iterable[AddressRange] 
     wanted = [r for r in ranges if r not in kept and not any(low < r[1] and r[0] < high for low, high in kept)]
     lines = Path("/proc/self/maps").read_bytes().splitlines()  # a thousand and more, in the order of their addresses
     total = 0
-    for start, end in wanted:
+    for start, limit in wanted:
         for line in islice(lines, bisect_right(lines, start, key=_end_of), None):
             addresses, access, _, _, inode = line.split()[:5]
             low, high = (int(part, 16) for part in addresses.split(b"-"))
-            if low >= end:
+            if low >= limit:
                 break
             if inode != b"0" and not access.startswith(b"---"):
-                total += max(0, min(high, end) - max(low, start))
+                total += max(0, min(high, limit) - max(low, start))
     return total
 
 

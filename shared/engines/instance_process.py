@@ -257,6 +257,12 @@ class InstanceProcess(ABC):
             await self._mesh.flush(int(_FLUSH_WITHIN_S))
         return 1
 
+    async def report_end(self) -> None:
+        """Report again, after `run`, that the instance has ended: its last report may be lost."""
+        if self._reporter.state not in ("stopped", "failed"):
+            self._reporter.enter("failed", error=EngineFailed("The engine ended with an error that it did not report").body())
+        await self._reporter.publish()
+
     async def _control(self, command: EngineControl) -> Message:
         match command:
             case PingEngine():

@@ -19,7 +19,7 @@ import pytest
 
 from shared.contracts import subjects
 from shared.contracts.base import Done
-from shared.contracts.engine import EngineForked, EngineReport, EngineStart, PingEngine
+from shared.contracts.engine import DrainEngine, EngineForked, EngineReport, EngineStart, PingEngine
 from shared.contracts.executor import (
     CURRENT_BYTES,
     AttachInstance,
@@ -142,6 +142,19 @@ async def test_models_of_one_executor_answer_as_dedicated_engines(
     for stream in streams:
         assert isinstance(await stream.last(), InferFinished)
     assert [s.tokens() for s in streams] == [tokens for tokens in dedicated for _ in range(2)]
+
+
+async def test_end_of_an_instance_is_reported_until_it_is_detached(
+    executor: RunningExecutor, engines: Engines, directories: list[Path]
+) -> None:
+    """The nodeagent may miss the first reports, of which there are up to two."""
+    name = await executor.attach(engines.spec(card_of(directories[0])))
+    await engines.mesh.request(subjects.engine_control(name), DrainEngine(), Done)
+    for _ in range(4):
+        await engines.reported(name, lambda r: r.state == "stopped")
+        engines.reports[name].clear()
+    await executor.detach(name)
+    assert name not in (await executor.report()).instances
 
 
 @dataclass(frozen=True)

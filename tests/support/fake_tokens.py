@@ -2,7 +2,8 @@
 
 The engine's tokens are the bytes of UTF-8. It generates `fake.says`, and continues it after a
 prompt that ends with a part of it. It holds back partial characters, and text that may begin a stop
-string.
+string. `fake.hold`, {"tokens": n, "file": file}, holds the stream after n tokens until the file
+exists.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 _END = 0
@@ -65,6 +67,9 @@ async def saying(body: Any, *, chat: bool) -> AsyncIterator[str]:
         if reason is not None:
             break
         await asyncio.sleep(body["fake"].get("pace", 0.0))
+        hold = body["fake"].get("hold") or {}
+        while made == hold.get("tokens") and not Path(hold["file"]).exists():  # noqa: ASYNC110  # made by another process
+            await asyncio.sleep(0.02)
     if (body.get("stream_options") or {}).get("include_usage"):
         counted = {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
         yield _event(ident, chat, [], {"usage": counted})

@@ -20,7 +20,7 @@ import gc, os, sys, time
 with open({imports!r}, "a") as file:
     file.write(f"{{__name__}} {{os.getpid()}}\\n")
 with open({imports!r} + "-collected", "a") as file:
-    file.write(f"{{__name__}} {{gc.isenabled()}}\\n")
+    file.write(f"{{os.getpid()}} {{__name__}} {{gc.isenabled()}}\\n")
 if __name__ == "__main__":
     from tests.support.fake_openai import main
     print("environment", int(bool(os.environ["VLLM_API_KEY"])), os.environ.get("OMP_NUM_THREADS"), flush=True)

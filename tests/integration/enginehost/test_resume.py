@@ -13,6 +13,7 @@ import pytest
 from services.enginehost.drivers.vllm import LAST_PRIORITY
 from shared.contracts import subjects
 from shared.contracts.base import Done
+from shared.contracts.engine import EngineReport, PingEngine
 from shared.contracts.inference import (
     RESUME,
     FairShare,
@@ -74,12 +75,14 @@ async def test_cut_anywhere_and_resumed(hosts: Hosts, tmp_path: Path, endpoint: 
 
 
 async def test_resumed_tokens_are_not_counted_as_generated(hosts: Hosts, tmp_path: Path) -> None:
-    instance = await ready(hosts, tmp_path)
-    body = asked("completion", max_tokens=12, fake={"says": SAYS, "pace": 0.01})
-    replies = (await hosts.whole(instance, "completion", **body)).stream.replies
-    cut = next(n for n in range(2, len(replies)) if resume_of(replies[:n]).choices[0].token_ids)
-    resume = resume_of(replies[:cut])
+    instance, may_continue = await ready(hosts, tmp_path), tmp_path / "may continue"
+    body = asked("completion", max_tokens=12, fake={"says": SAYS, "hold": {"tokens": 4, "file": str(may_continue)}})
+    stream = await hosts.ask(instance, "completion", **body)
+    replies = await stream.until(lambda r: any(d.token_ids for x in r if isinstance(x, InferData) for d in x.progress))
+    resume = resume_of(replies)
     kept = len(resume.choices[0].token_ids)
+    may_continue.touch()
+    await stream.until(lambda r: isinstance(r[-1], InferEnd))
     rest = await hosts.ask(instance, "completion", resume=resume, **body)
     await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
     report = await hosts.reported(instance, lambda r: r.load.completed == 2)
@@ -89,8 +92,9 @@ async def test_resumed_tokens_are_not_counted_as_generated(hosts: Hosts, tmp_pat
 async def test_a_request_is_read_and_yielded(hosts: Hosts, tmp_path: Path) -> None:
     instance = await ready(hosts, tmp_path)
     control = subjects.engine_control(instance)
-    stream = await hosts.ask(instance, "chat", **asked("chat", fake={"says": SAYS * 20, "pace": 0.01}))
-    await stream.until(lambda r: sum(isinstance(x, InferData) for x in r) > 8)
+    hold = {"tokens": 9, "file": str(tmp_path / "never")}
+    stream = await hosts.ask(instance, "chat", **asked("chat", fake={"says": SAYS * 20, "hold": hold}))
+    await stream.until(lambda r: sum(len(d.token_ids) for x in r if isinstance(x, InferData) for d in x.progress) == 9)
     listed = (await hosts.mesh.request(control, ListRequests(), RequestsListed)).requests
     assert [(r.request_id, r.fixed, r.prompt_tokens) for r in listed] == [(stream.request_id, "", 6)]
     assert listed[0].tokens_per_second > 0
@@ -114,10 +118,11 @@ async def test_prepare_fills_the_engines_prefix_cache(hosts: Hosts, tmp_path: Pa
     assert (await hosts.mesh.request(control, first, ResumePrepared)).tokens == len(tokens)
     longer = first.model_copy(update={"sequences": ((*tokens, 65, 66),)})
     assert (await hosts.mesh.request(control, longer, ResumePrepared)).tokens == 2
+    # A published report may be of the time while the second one is computed.
+    load = (await hosts.mesh.request(control, PingEngine(), EngineReport)).load
     calls = (await hosts.other(instance, "/stats", "GET")).json["calls"]
     asked = [body for _, path, body in calls if path == "/v1/completions" and body.get("priority") == LAST_PRIORITY]
     assert [bytes(body["prompt"]) for body in asked] == [bytes(tokens), bytes((*tokens, 65, 66))], "after all others"
-    load = (await hosts.reported(instance, lambda r: any(w.plan_id for w in r.load.background))).load
     assert [w.plan_id for w in load.background] == ["p-1"]
     assert sum(w.seconds for w in load.background) == pytest.approx(load.busy_s, abs=1e-4)
     await hosts.mesh.request(control, ForgetResume(prepared="m"), Done)

@@ -25,8 +25,11 @@ from tests.support.launcher import until
 
 ENGINE = """
 import json, sys, time
+from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 own, foreign = SharedMemory(create=True, size=4096), SharedMemory(name=sys.argv[1])
+# Else Python's tracker would remove it, if it outlives this process for a moment.
+resource_tracker.unregister("/" + foreign.name, "shared_memory")
 print(json.dumps(own.name), flush=True)
 time.sleep(600)
 """

@@ -57,7 +57,7 @@ async def test_preparation_is_not_part_of_the_time() -> None:
 
 
 async def test_slow_read_whose_caller_has_left_does_not_delay_later_ones() -> None:
-    reads, begun, ended = BoundedReads(0.05), threading.Event(), threading.Event()
+    reads, begun, ended = BoundedReads(1.0), threading.Event(), threading.Event()
 
     def slow() -> None:
         begun.set()
@@ -74,7 +74,7 @@ async def test_slow_read_whose_caller_has_left_does_not_delay_later_ones() -> No
 
 
 async def test_slow_read_whose_caller_left_while_it_was_prepared_is_bounded_too() -> None:
-    reads, preparing, go, ended = BoundedReads(0.05), threading.Event(), threading.Event(), threading.Event()
+    reads, preparing, go, ended = BoundedReads(1.0), threading.Event(), threading.Event(), threading.Event()
 
     def prepare() -> None:
         preparing.set()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 
 from services.engine.domain.fair_slots import Flow
+from services.engine.generation import device_loop
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.flow_work import FlowWork
@@ -17,11 +17,24 @@ from services.engine.generation.flow_work import FlowWork
 WITHIN_S = 60.0
 
 
-class ScriptedBatcher:
-    """A batcher with a number of steps to do, each of a given length."""
+class Clock:
+    """The clock of the computing thread: only steps take time, whatever else the machine does."""
 
-    def __init__(self, journal: list[tuple[str, bool]], name: str, steps: int, step_s: float = 0.0) -> None:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class ScriptedBatcher:
+    """A batcher with a number of steps to do, each of a given length of the clock."""
+
+    def __init__(
+        self, journal: list[tuple[str, bool]], name: str, steps: int, step_s: float = 0.0, clock: Clock | None = None
+    ) -> None:
         self.journal, self.name, self.left, self.step_s = journal, name, steps, step_s
+        self.clock = clock or Clock()
         self.stopping = False
         self.commands = self.applied = 0
         self.flows = [Flow()]
@@ -49,7 +62,7 @@ class ScriptedBatcher:
             return True
         self.left -= 1
         self.journal.append((self.name, is_contended))
-        time.sleep(self.step_s)
+        self.clock.now += self.step_s
         return True
 
     def stop(self) -> None:
@@ -58,7 +71,14 @@ class ScriptedBatcher:
 
 
 @pytest.fixture
-def device() -> Iterator[DeviceLoop]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(device_loop, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def device(clock: Clock) -> Iterator[DeviceLoop]:
     loop = DeviceLoop(1)
     yield loop
     loop.stop()
@@ -68,9 +88,9 @@ def serve(device: DeviceLoop, batcher: ScriptedBatcher) -> Any:
     return device.serve(batcher.name, cast("Batcher", batcher))
 
 
-def test_single_token_of_one_model_runs_during_a_long_batch_of_another(device: DeviceLoop) -> None:
+def test_single_token_of_one_model_runs_during_a_long_batch_of_another(device: DeviceLoop, clock: Clock) -> None:
     journal: list[tuple[str, bool]] = []
-    long, short = ScriptedBatcher(journal, "long", 50, 0.002), ScriptedBatcher(journal, "short", 1)
+    long, short = ScriptedBatcher(journal, "long", 50, 0.002, clock), ScriptedBatcher(journal, "short", 1)
     blocked = threading.Event()
     device.submit("test", lambda: blocked.wait(WITHIN_S))
     ends = serve(device, long), serve(device, short)
@@ -104,14 +124,14 @@ def test_error_outside_of_a_step_ends_the_models_and_not_the_thread(device: Devi
     ended.result(WITHIN_S)
 
 
-def test_models_compute_in_the_order_of_their_objectives(device: DeviceLoop) -> None:
+def test_models_compute_in_the_order_of_their_objectives(device: DeviceLoop, clock: Clock) -> None:
     """Alpha is at its first value: the model that needs most has low priority."""
     journal: list[tuple[str, bool]] = []
     required = {"hopeless": 90.0, "complies": -5.0, "nearly": 2.0, "none": None}
     batchers = [ScriptedBatcher(journal, name, 3) for name in required]
     for batcher in batchers:
         batcher.required_requests = required[batcher.name]
-        batcher.due_at = time.monotonic() + WITHIN_S if batcher.name != "none" else None
+        batcher.due_at = clock.now + WITHIN_S if batcher.name != "none" else None
     run_steps(device, batchers)
     names = [name for name, _ in journal if name != "none"]
     assert names == ["nearly"] * 3 + ["complies"] * 3 + ["hopeless"] * 3
@@ -130,10 +150,10 @@ def run_steps(device: DeviceLoop, batchers: list[ScriptedBatcher]) -> None:
         ended.result(WITHIN_S)
 
 
-def test_key_with_many_models_gets_no_more_turns_than_one_with_one_model(device: DeviceLoop) -> None:
+def test_key_with_many_models_gets_no_more_turns_than_one_with_one_model(device: DeviceLoop, clock: Clock) -> None:
     journal: list[tuple[str, bool]] = []
-    flood = [ScriptedBatcher(journal, f"flood{i}", 8, 0.002) for i in range(4)]
-    other = ScriptedBatcher(journal, "other", 8, 0.002)
+    flood = [ScriptedBatcher(journal, f"flood{i}", 8, 0.002, clock) for i in range(4)]
+    other = ScriptedBatcher(journal, "other", 8, 0.002, clock)
     for batcher in flood:
         batcher.flows = [Flow(0, "a")]
     other.flows = [Flow(0, "b")]

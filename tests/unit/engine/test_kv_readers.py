@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from services.engine.domain.kv_frames import GREETING
-from services.engine.kv_transfer import readers
+from services.engine.kv_transfer import destination, readers
 from services.engine.kv_transfer.connection import KvConnection
 from services.engine.kv_transfer.destination import KvDestination
 from services.engine.kv_transfer.readers import KvReaders, Ticket
@@ -51,6 +51,7 @@ async def test_engines_are_accepted_after_file_descriptors_were_lacking(
 async def test_a_reader_without_a_thread_takes_no_place(listening: KvReaders, monkeypatch: pytest.MonkeyPatch) -> None:
     ticket = Ticket("00" * 16, "s" * 32, "r", cast(Any, None))
     listening.renew(ticket)
+    monkeypatch.setattr(destination, "CONNECT_WITHIN_S", 60.0)
     start = threading.Thread.start
 
     def refuse(self: threading.Thread) -> None:

@@ -32,9 +32,28 @@ async def watching(bucket: KeyValue, keys: str = ">", *, ignore_deletes: bool = 
     # there is none: the client answers at once.
     watcher._sub._sub._jsi._fctask.cancel()
     try:
+        if watcher._init_done:
+            await _check_empty(watcher)
         yield watcher
     finally:
         await end(watcher._sub)
+
+
+async def _check_empty(watcher: Any) -> None:
+    """Withdraw the end of the entries if some have been sent and have not arrived.
+
+    nats-py reports the end at once if the server has nothing left to send and the client has
+    received nothing. What the server has sent may still be on its way: its answer to the request
+    for the consumer's state overtakes it.
+    """
+    watcher._updates.get_nowait()  # The end; no other task has run since it was put.
+    watcher._init_done = False
+    info = await watcher._sub.consumer_info()
+    is_sent = info.num_pending or (info.delivered and info.delivered.consumer_seq)
+    # Otherwise nats-py reports the end after the last entry.
+    if not is_sent and not watcher._init_done:
+        watcher._init_done = True
+        await watcher._updates.put(None)
 
 
 async def end(subscription: Any) -> None:

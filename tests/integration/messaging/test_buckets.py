@@ -210,6 +210,37 @@ async def test_watcher_queries_expired_entries_only_once(mesh: Mesh, monkeypatch
     assert changes.snapshots == [{}]
 
 
+async def test_entries_that_are_on_their_way_precede_the_end(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's answer about the consumer overtakes what it has sent."""
+    bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
+    for key in "abc":
+        await bucket.put(key, b"1")
+    held: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+    process = mesh.nc._process_msg
+
+    async def hold(sid: int, subject: bytes, *rest: Any) -> None:
+        if subject.startswith(b"$KV."):
+            held.put_nowait((sid, subject, *rest))
+        else:
+            await process(sid, subject, *rest)
+
+    monkeypatch.setattr(mesh.nc, "_process_msg", hold)
+    async with asyncio.timeout(60), watching(bucket) as watcher:
+        for _ in "abc":
+            await process(*await held.get())
+        found = [(await watcher.updates(timeout=60)).key for _ in "abc"]
+        assert found == ["a", "b", "c"]
+        assert await watcher.updates(timeout=60) is None
+
+
+async def test_an_empty_bucket_ends_at_once(mesh: Mesh) -> None:
+    bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
+    async with watching(bucket) as watcher:
+        assert await watcher.updates(timeout=60) is None
+        await bucket.put("a", b"1")
+        assert (await watcher.updates(timeout=60)).key == "a"
+
+
 async def test_no_consumer_stays_behind(mesh: Mesh) -> None:
     """The watcher leaves no consumer behind.
 

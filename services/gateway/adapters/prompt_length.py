@@ -129,7 +129,7 @@ class PromptLengthChecker:
         long = [t for t in texts if len(t) * 4 + overhead > limit and len(t.encode(errors="replace")) + overhead > limit]
         if not long or not _AVAILABLE:
             return
-        counter = await self._counter(card)
+        counter = await self._counter(card, _LOAD_TIMEOUT_S)
         if counter is None:
             return
         async with self._counting:
@@ -170,7 +170,7 @@ class PromptLengthChecker:
                     param="messages",
                 ) from None
 
-    async def _counter(self, card: ModelCard, timeout_s: float = _LOAD_TIMEOUT_S) -> TokenCounter | None:
+    async def _counter(self, card: ModelCard, timeout_s: float) -> TokenCounter | None:
         key, now = (card.info.source, card.info.revision), time.monotonic()
         task = self._counters.get(key)
         if task is None or (task.done() and task.result() is None and now - self._loaded_at[key] > _RETRY_S):

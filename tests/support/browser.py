@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from playwright import async_api
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
@@ -19,15 +20,25 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is ins
 TIMEOUT_MS = 90_000
 expect.set_options(timeout=TIMEOUT_MS)
 _SERIOUS = {"serious", "critical"}
+_ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
+"""Root may not use a sandbox; the browser opens pages of the test only."""
 
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """Run a browser. It has no sandbox, which root may not use; it opens pages of the test only."""
+    """Run a browser."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS, timeout=TIMEOUT_MS)
         yield browser
         browser.close()
+
+
+async def open_page(playwright: async_api.Playwright) -> tuple[async_api.Browser, async_api.Page]:
+    """Start a browser with an empty page, for tests with an event loop."""
+    browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS, timeout=TIMEOUT_MS)
+    page = await browser.new_page()
+    page.set_default_timeout(TIMEOUT_MS)
+    return browser, page
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, I
 from shared.contracts.traces import TracePage
 from shared.messaging.streams import ensure_trace_stream
 from tests.integration.gateway.conftest import CARDS, Scheduler, Served, ServeFn, chat, until
-from tests.support.browser import CHROMIUM, needs_chromium
+from tests.support.browser import needs_chromium, open_page
 from tests.support.fake_engine import FakeNode, card_of
 
 CONSOLE = {"x-thaw-console": "1"}
@@ -288,8 +288,7 @@ async def test_browser_shows_500_models_and_html_in_names_as_text(
     monkeypatch.setattr(sources, "cluster_view", with_html_name)
     faults: list[str] = []
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        page = await browser.new_page()
+        browser, page = await open_page(playwright)
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("dialog", lambda dialog: faults.append(f"dialog {dialog.message}"))
         page.on("request", lambda request: faults.append(request.url) if not request.url.startswith(guarded.base) else None)

@@ -17,7 +17,7 @@ from shared.contracts.loader import DeviceMemory, LinkStatus, ModelUnits
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus, Suspension
 from shared.contracts.phases import Phase
 from tests.integration.gateway.conftest import CARDS, Scheduler, ServeFn, chat, until, until_listed
-from tests.support.browser import CHROMIUM, needs_chromium
+from tests.support.browser import needs_chromium, open_page
 from tests.support.fake_engine import FakeNode, card_of
 
 
@@ -116,8 +116,7 @@ async def test_every_part_of_the_cluster_page_says_what_it_is_and_what_can_be_do
     scheduler.view = busy_view()
     async with serve() as served, async_playwright() as playwright:
         await until_listed(served, CARDS)
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        page = await browser.new_page()
+        browser, page = await open_page(playwright)
         await page.goto(f"{served.base}/ui")
         card = page.get_by_role("region", name="Node node-0")
         details = page.get_by_role("complementary", name="Details")
@@ -209,8 +208,7 @@ async def until_asked(scheduler: Scheduler, kind: str) -> None:
 async def test_a_request_appears_by_itself_and_leaves_when_it_ends(node: FakeNode, scheduler: Scheduler, serve: ServeFn) -> None:
     async with serve() as served, async_playwright() as playwright:
         await until_listed(served, CARDS)
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        page = await browser.new_page()
+        browser, page = await open_page(playwright)
         await page.goto(f"{served.base}/ui#/requests")
         live = page.get_by_role("region", name="Running and waiting requests", exact=True)
         await expect(live).to_contain_text("0 requests at 1 gateway")

@@ -25,16 +25,19 @@ from shared.contracts.base import Done
 from shared.contracts.engine import DrainEngine, EngineExited, EngineForked, EngineReport, EngineStart, PingEngine
 from shared.contracts.inference import CancelInfer, InferChunk, InferFinished, InferStarted
 from shared.errors import InstanceBusy, Unreachable
-from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.support.engines import Engines, Stream, ZygoteClient, ZygoteProcess
+from tests.support.paced_zygote import MODULE, Pace
+from tests.support.patient_mesh import PatientMesh
 from tests.support.segments import FakeLoader, card_of
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
 
 QUICK: dict[str, Any] = {"prompt": "abc", "max_tokens": 5, "temperature": 0}
-SLOW: dict[str, Any] = {"prompt": "abc", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
-STUB = {"tokens": 60, "pace": 0.02}
+SLOW: dict[str, Any] = {"prompt": "abc", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+"""A request that lasts for half a minute while `Pace.slowed` holds."""
+STUB = {"tokens": 60}
+STEP_S = 0.5
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Running:
     start: EngineStart
     pid: int
     exit_status: Callable[[], Awaitable[int]]
+    pace: Pace
 
     @property
     def name(self) -> str:
@@ -58,7 +62,7 @@ class Running:
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[ZygoteProcess]:
     with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
-        process = ZygoteProcess(Path(directory))
+        process = ZygoteProcess(Path(directory), MODULE)
         yield process
         process.close()
 
@@ -78,14 +82,15 @@ async def forked(client: ZygoteClient, start: EngineStart) -> tuple[int, Callabl
 
 @pytest.fixture(params=["stub", "builtin"])
 async def engine(request: pytest.FixtureRequest, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Running]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
+    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
     await mesh.start()
     engines = Engines(mesh, f"n-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**6}", nats_server.url, tmp_path)
     await engines.start()
     loader = FakeLoader(mesh, engines.node)
     await loader.start()
     card = card_of(make_demo_model(tmp_path / "model", "test"), engine_args={} if request.param == "builtin" else {"stub": STUB})
-    start = engines.spec(card)
+    pace = Pace(tmp_path)
+    start = engines.paced(card, pace)
     pid, client = 0, None
     try:
         if request.param == "builtin":
@@ -93,10 +98,10 @@ async def engine(request: pytest.FixtureRequest, nats_server: NatsServer, tmp_pa
             pid, exit_status = await forked(client, start)
         else:
             process = engines.spawn(start, "tests.support.stub_engine")
-            pid, exit_status = process.pid, lambda: asyncio.to_thread(process.wait, 30)
+            pid, exit_status = process.pid, lambda: asyncio.to_thread(process.wait, 60)
         report = await engines.settled(start.instance_id)
         assert report.state == "ready", report.error
-        yield Running(engines, start, pid, exit_status)
+        yield Running(engines, start, pid, exit_status, pace)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL) if pid else None
@@ -131,9 +136,10 @@ async def test_stream_is_numbered_and_ends_once(engine: Running) -> None:
 
 async def test_cancelling_is_harmless_and_silent(engine: Running) -> None:
     await engine.control(CancelInfer(request_id="nobody"))
-    stream = await engine.ask(SLOW)
-    await stream.until(lambda r: any(isinstance(m, InferChunk) for m in r))
-    await engine.control(CancelInfer(request_id=stream.request_id))
+    with engine.pace.slowed(STEP_S):
+        stream = await engine.ask(SLOW)
+        await stream.until(lambda r: any(isinstance(m, InferChunk) for m in r))
+        await engine.control(CancelInfer(request_id=stream.request_id))
     await engine.engines.reported(engine.name, lambda r: r.load.completed > 0 or r.load.generated_tokens > 0)
     other = await engine.ask(QUICK)
     await other.last()
@@ -141,11 +147,12 @@ async def test_cancelling_is_harmless_and_silent(engine: Running) -> None:
 
 
 async def test_a_busy_engine_stays_and_then_drains(engine: Running) -> None:
-    stream = await engine.ask(SLOW)
-    await stream.until(lambda r: any(isinstance(m, InferChunk) for m in r))
-    with pytest.raises(InstanceBusy):
-        await engine.control(DrainEngine(only_if_idle=True))
-    await engine.control(DrainEngine())
+    with engine.pace.slowed(STEP_S):
+        stream = await engine.ask(SLOW)
+        await stream.until(lambda r: any(isinstance(m, InferChunk) for m in r))
+        with pytest.raises(InstanceBusy):
+            await engine.control(DrainEngine(only_if_idle=True))
+        await engine.control(DrainEngine())
     assert isinstance(await stream.last(), InferFinished)
     await engine.engines.reported(engine.name, lambda r: r.state == "stopped")
     assert await engine.exit_status() == 0

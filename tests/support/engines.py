@@ -37,6 +37,7 @@ from tests.support.paced_zygote import Pace
 
 _numbers = itertools.count(1)
 WITHIN_S = 120.0
+"""Seconds that a test waits for a message; a request without a deadline of its own has as long."""
 
 
 class ZygoteProcess:
@@ -188,7 +189,7 @@ class Engines:
         instance_id: str,
         endpoint: Endpoint,
         *,
-        deadline_ms: int = 60_000,
+        deadline_ms: int = round(WITHIN_S * 1e3),
         route: str = "",
         method: str = "POST",
         query: str = "",

@@ -16,13 +16,15 @@ from _pytest.mark.structures import ParameterSet
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.kv_transfers import StagedRunner
 from services.engine.generation.prepared_prefixes import Computed, Outcome, PrepareOrder
-from services.engine.kv_transfer.destination import BatcherStore, KvDestination, Received
+from services.engine.kv_transfer.destination import STALL_S, BatcherStore, KvDestination, Received
 from services.engine.kv_transfer.exchange import Destination, KvExchange, carry_out
 from services.engine.kv_transfer.group_destination import GroupDestination
 from services.engine.kv_transfer.source import KvSource
 from shared.contracts.kv_transfer import KvOffer
 
 REVISION = "test"
+PATIENT_S = 60.0
+"""A source may send nothing for so long: on a busy machine one of its threads may not run."""
 
 
 class Side:
@@ -37,11 +39,16 @@ class Side:
         self.exchange = KvExchange(KvSource(batcher, revision, "127.0.0.1"), destination)
 
     async def receive(
-        self, name: str, sequences: tuple[tuple[int, ...], ...], offer: KvOffer, within_s: float = 60.0
+        self,
+        name: str,
+        sequences: tuple[tuple[int, ...], ...],
+        offer: KvOffer,
+        within_s: float = 60.0,
+        stall_s: float = PATIENT_S,
     ) -> tuple[Computed, Received]:
         """Do what `PrepareResume` with an offer does."""
         outcome, received = await self.exchange.prepare(
-            self.batcher, order(name, sequences, within_s), offer, range(len(sequences))
+            self.batcher, order(name, sequences, within_s), offer, range(len(sequences)), stall_s
         )
         assert isinstance(outcome, Computed), outcome
         return outcome, received
@@ -82,6 +89,11 @@ def faults_of_parts(parts: int) -> list[ParameterSet]:
         pytest.param(part, fault, reason, marks=() if part == i % parts else pytest.mark.long, id=f"{fault}-{part}")
         for (i, (fault, reason)), part in cases
     ]
+
+
+def stall_s_with(fault: str) -> float:
+    """Return the seconds that a source may send nothing: few only if the fault is its silence."""
+    return STALL_S if fault == "stall" else PATIENT_S
 
 
 class Proxy:

@@ -3,8 +3,8 @@
 It is started as `python -m tests.support.paced_zygote SOCKET`. The builtin engine computes several
 hundred tokens of a small model in a second, and keeps a core busy. A stream that has to last for
 some seconds, while processes are stopped and killed around it, takes a fraction of the CPU time if
-the engine waits. `Pace` changes the wait while engines run: a stream lasts until the test has seen
-what it waits for, however busy the machine is, and then ends soon.
+the engine waits. `Pace` changes the wait while engines run, or holds them: a stream lasts until the
+test has seen what it waits for, however busy the machine is, and then ends soon.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,9 @@ _STEP, _FILE, _START = "THAW_TEST_STEP_S", "THAW_TEST_STEP_FILE", "THAW_TEST_STA
 """Environment of engines: seconds before each step, or a file that has them; seconds of a start."""
 MODULE: Final = "tests.support.paced_zygote"
 SLOW_STEP_S: Final = 0.1
+_HELD: Final = "held"
+_HELD_S, _POLL_S = 60.0, 0.005
+"""Longest wait of a held step, and time between two looks for a command."""
 _PAUSE_S = "10"
 """Longest expected pause of a migration, whose last round takes a step or two: on a busy machine no
 round is too slow.
@@ -41,11 +45,21 @@ def with_slow_starts(start_s: float) -> dict[str, str]:
     return {"THAW_ZYGOTE_MODULE": MODULE, _START: str(start_s)}
 
 
+_batchers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of this process that have computed."""
+
+
 class Pace:
     """The wait of engines, which is none until a test slows them down."""
 
-    def __init__(self, directory: Path) -> None:
-        self._file = directory / "step_s"
+    def __init__(self, directory: Path, name: str = "step_s") -> None:
+        """Create it.
+
+        Args:
+            directory: Of the file that engines read.
+            name: Of that file.
+        """
+        self._file = directory / name
         self.environment = {"THAW_ZYGOTE_MODULE": MODULE, _FILE: str(self._file), "THAW_MIGRATE_PAUSE": _PAUSE_S}
         """Of a mesh, or of one engine whose zygote is this module."""
 
@@ -60,27 +74,63 @@ class Pace:
 
     def change(self, step_s: float) -> None:
         """Make them wait for `step_s` seconds instead, inside a block of `slowed`."""
+        self._write(str(step_s))
+
+    def hold(self) -> None:
+        """Make them wait for a command before each step, inside a block of `slowed`.
+
+        A request that is read, or whose keys and values are, gains a token with each command, and
+        so lasts for as long as the test takes.
+        """
+        self._write(_HELD)
+
+    def _write(self, text: str) -> None:
         draft = self._file.with_suffix(".new")
-        draft.write_text(str(step_s))
+        draft.write_text(text)
         draft.rename(self._file)
 
 
-def _wait_s() -> float:
+def wait_before_step() -> float:
+    """Return the seconds that this process has to wait before each step; it is not held."""
+    return float(_read_pace())
+
+
+def _read_pace() -> str:
     if file := os.environ.get(_FILE):
         try:
-            return float(Path(file).read_text())
+            return Path(file).read_text()
         except FileNotFoundError:
-            return 0.0
-    return float(os.environ.get(_STEP, "0"))
+            return "0"
+    return os.environ.get(_STEP, "0")
 
 
-def _paced(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _wait_for_command() -> None:
+    until = time.monotonic() + _HELD_S
+    while not any(batcher.has_commands() for batcher in _batchers):
+        if time.monotonic() > until or _read_pace() != _HELD:
+            return
+        time.sleep(_POLL_S)
+
+
+def _paced(forward: Callable[..., Any], warm_up: Sequence[int]) -> Callable[..., Any]:
     def after_a_wait(runner: Any, rows: Sequence[Any]) -> Any:
-        if wait_s := _wait_s():
+        if all(tuple(row.tokens) == tuple(warm_up) for row in rows):
+            return forward(runner, rows)  # a part of a command: no other one may follow
+        if (pace := _read_pace()) == _HELD:
+            _wait_for_command()
+        elif wait_s := float(pace):
             time.sleep(wait_s)
         return forward(runner, rows)
 
     return after_a_wait
+
+
+def _noted(step: Callable[..., bool]) -> Callable[..., bool]:
+    def noted(batcher: Any, **options: bool) -> bool:
+        _batchers.add(batcher)
+        return step(batcher, **options)
+
+    return noted
 
 
 def _after_a_wait(read: Callable[..., Any], start_s: float) -> Callable[..., Any]:
@@ -93,15 +143,18 @@ def _after_a_wait(read: Callable[..., Any], start_s: float) -> Callable[..., Any
 
 def main() -> int:
     from services.engine import app, zygote
-    from services.engine.generation.runner import PackedRunner
+    from services.engine.generation.batcher import Batcher
+    from services.engine.generation.runner import WARM_UP, PackedRunner
     from services.engine.kv_transfer import destination, exchange
     from services.engine.stages.first_stage import FirstStageRunner
 
     # A busy machine computes what it cannot transfer in time; tests count what is transferred.
-    destination.CONNECT_WITHIN_S, exchange.REST_WITHIN_S = 30.0, 5.0
+    # A source that is paused for 3 s is none that has ended.
+    destination.CONNECT_WITHIN_S, exchange.REST_WITHIN_S, exchange.STALL_S = 30.0, 5.0, 5.0
 
-    PackedRunner.forward = _paced(PackedRunner.forward)  # type: ignore[method-assign]
-    FirstStageRunner.forward = _paced(FirstStageRunner.forward)  # type: ignore[method-assign]
+    Batcher.step = _noted(Batcher.step)  # type: ignore[method-assign]
+    PackedRunner.forward = _paced(PackedRunner.forward, WARM_UP)  # type: ignore[method-assign]
+    FirstStageRunner.forward = _paced(FirstStageRunner.forward, WARM_UP)  # type: ignore[method-assign]
     if start_s := os.environ.get(_START):
         # Phase `init`, of which the scheduler takes a sample of 2 s at most.
         vars(app)["read_files"] = _after_a_wait(vars(app)["read_files"], float(start_s))

@@ -13,7 +13,7 @@ Started as `python -m tests.support.stub_engine SPEC.json` (an `EngineStart`).
     ignore_term      True: SIGTERM is ignored
     ignore_drain     True: a drain is acknowledged and nothing follows
     mute             True: neither reports nor answers once it was ready
-    tokens, pace     chunks of an answer, and seconds between them
+    tokens, pace     chunks of an answer, and seconds between them; `Pace` lets it wait longer
     weights          True: attaches and holds weights at the loader
     ballast_mib      memory of its own, touched; `leak_mib`: as much again at each wake
     children         processes that it forks, each with a ballast of its own
@@ -67,6 +67,7 @@ from shared.contracts.inference import (
 from shared.contracts.loader import AttachWeights, WeightsAttached
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.errors import EngineFailed, InstanceBusy, InstanceDraining, UnsupportedParameter
+from tests.support.paced_zygote import wait_before_step
 
 
 class StubEngine:
@@ -260,7 +261,7 @@ class StubEngine:
         count, pace = int(self.stub.get("tokens", 5)), float(self.stub.get("pace", 0.0))
         await self.send(reply, InferStarted(prompt_tokens=1))
         for i in range(count):
-            await asyncio.sleep(pace)
+            await asyncio.sleep(max(pace, wait_before_step()))
             delta = ChoiceDelta(text=f" {i}", token_ids=(i,), finish_reason="stop" if i == count - 1 else None)
             await self.send(reply, InferChunk(seq=i + 1, choices=(delta,)))
         await self.send(reply, InferFinished(seq=count + 1, usage=Usage(prompt_tokens=1, completion_tokens=count)))

@@ -66,7 +66,7 @@ class KvExchange:
         self._received: dict[str, Received] = {}
 
     async def prepare(
-        self, batcher: Preparing, order: PrepareOrder, offer: KvOffer | None, choices: Iterable[int], stall_s: float = STALL_S
+        self, batcher: Preparing, order: PrepareOrder, offer: KvOffer | None, choices: Iterable[int], stall_s: float | None = None
     ) -> tuple[Outcome, Received]:
         """Receive the sequences of `order`, and have the rest computed if it wants that.
 
@@ -75,7 +75,7 @@ class KvExchange:
             order: Its `on_done`, `on_accepted` and `cache_salt` are replaced.
             offer: Of the source; None: the one of the last order of this name.
             choices: The choice of each sequence.
-            stall_s: Seconds that the source may send nothing.
+            stall_s: Seconds that the source may send nothing; None: `STALL_S`.
         """
         loop, wanted_choices = asyncio.get_running_loop(), tuple(choices)
         receiving: list[asyncio.Future[Received]] = []
@@ -83,7 +83,8 @@ class KvExchange:
         def receive(number: int, computed: tuple[int, ...]) -> Received:
             each = zip(wanted_choices, order.sequences, computed, strict=True)
             wanted = [Wanted(choice, tokens, has, index) for index, (choice, tokens, has) in enumerate(each)]
-            transfer = Transfer(order.name, number, order.variant, order.reply_within_s, stall_s)
+            silence_s = STALL_S if stall_s is None else stall_s
+            transfer = Transfer(order.name, number, order.variant, order.reply_within_s, silence_s)
             try:
                 return self._destination.receive(transfer, wanted, offer)
             finally:

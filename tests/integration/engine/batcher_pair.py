@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from services.engine.generation.events import Event
 from services.engine.generation.request import GenerationRequest
 from services.engine.generation.runner import Runner
 from shared.contracts.kv_transfer import KvOffer
 from tests.integration.engine.loaded_model import LoadedModel
-from tests.integration.engine.recorded_batcher import Deltas, RecordedBatcher, cut, request
+from tests.integration.engine.recorded_batcher import Deltas, HeldBatcher, RecordedBatcher, cut, request
 from tests.support.kv_transfer import Side
 from tests.support.sizes import size
 
@@ -25,46 +23,6 @@ MOVED_AT = size((20, 60), (20, 120))
 """Tokens generated when keys and values are sent: those of a whole block more the second time."""
 _WHOLE: WeakKeyDictionary[LoadedModel, dict[str, Deltas]] = WeakKeyDictionary()
 """Undisturbed responses of each model, by what their request changes in `BODY`."""
-
-
-class HeldBatcher(RecordedBatcher):
-    """A batcher that generates as many tokens as a test wants, and then one more for each command.
-
-    Without it a response would need tokens for as long as a test takes on a busy machine.
-    """
-
-    def __init__(self, loaded: LoadedModel, runner: Runner | None = None) -> None:
-        self._wanted = 0
-        super().__init__(loaded, runner)
-        self.batcher.on_command = self._on_command
-
-    def hold_at(self, tokens: int) -> None:
-        """Generate `tokens` of each choice, unless more are wanted already."""
-        with self.grew:
-            self._wanted = max(self._wanted, tokens)
-            self.grew.notify_all()
-
-    def release(self) -> None:
-        """Generate all tokens."""
-        self.hold_at(TOKENS)
-
-    def _on_command(self) -> None:
-        with self.grew:
-            self.grew.notify_all()
-        self.loop.wake()
-
-    def _deliver(self, events: Sequence[Event]) -> None:
-        super()._deliver(events)
-        with self.grew:
-            assert self.grew.wait_for(lambda: self._is_short() or self.batcher.has_commands(), 60)
-
-    def _is_short(self) -> bool:
-        running = [deltas for name, deltas in self.deltas.items() if name not in self.over]
-        return not running or min(len(d) for deltas in running for d in deltas.values()) < self._wanted
-
-    def close(self) -> None:
-        self.release()
-        super().close()
 
 
 class Pair:

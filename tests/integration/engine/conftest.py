@@ -46,6 +46,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def patient_transfers() -> Iterator[None]:
+    """Let transfers between batchers take as long as a busy machine needs.
+
+    Such a machine computes what it cannot transfer in time; tests count what is transferred.
+    """
+    from services.engine.kv_transfer import destination, exchange
+    from tests.support.kv_transfer import PATIENT_S
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(destination, "CONNECT_WITHIN_S", PATIENT_S)
+        patch.setattr(exchange, "REST_WITHIN_S", PATIENT_S / 2)  # the whole exchange has twice that
+        yield
+
+
 @pytest.fixture(scope="session")
 def llamas(tmp_path_factory: pytest.TempPathFactory, demo_directory: Path) -> Iterator[Callable[[str], LoadedModel]]:
     """Load the family `llama` of `model_families` once in each data type."""
@@ -95,6 +110,12 @@ def zygote() -> Iterator[ZygoteProcess]:
 def pace(tmp_path: Path) -> Pace:
     """Return the pace of engines that have its environment."""
     return Pace(tmp_path)
+
+
+@pytest.fixture
+def paces(tmp_path: Path, pace: Pace) -> tuple[Pace, Pace]:
+    """Return the paces of two engines, of which the test slows one."""
+    return pace, Pace(tmp_path, "other_step_s")
 
 
 @pytest.fixture

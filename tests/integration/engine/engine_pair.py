@@ -20,28 +20,31 @@ from tests.support.kv_transfer import Fault, Proxy
 from tests.support.paced_zygote import Pace
 from tests.support.sizes import size
 
-LONG: dict[str, Any] = SLOW | {"max_tokens": size(80, 200), "temperature": 1.0}
-"""A request that lasts until it is resumed: the engine is slow until then."""
-STEP_S, LATER_STEP_S = 0.05, 0.2
-"""The wait of each step until a response has begun, and until it is resumed."""
+LONG: dict[str, Any] = SLOW | {"max_tokens": size(80, 200), "temperature": 1.0, "seed": 11}
+"""A request that lasts until it is resumed: the engine is slow, and held, until then.
+
+With drawn seeds some run would meet a near-tie, which the rounding of recomputed tokens decides.
+"""
+STEP_S = 0.05
+"""The wait of each step until a response has begun; then the engine is held until it is resumed."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ready engines of one model, and their processes."""
+    """Two ready engines of one model, their processes and their paces."""
 
     instances: tuple[str, str]
     pids: tuple[int, int]
     engines: Engines
     client: ZygoteClient
-    pace: Pace
+    paces: tuple[Pace, Pace]
     gone: set[int] = field(default_factory=set)
 
     def reversed(self) -> Pair:
         """Return the pair whose requests move from the second engine to the first."""
         first, second = self.instances
         pid, other = self.pids
-        return Pair((second, first), (other, pid), self.engines, self.client, self.pace, self.gone)
+        return Pair((second, first), (other, pid), self.engines, self.client, self.paces[::-1], self.gone)
 
     async def exited(self, pid: int) -> None:
         """Wait until this process has ended."""
@@ -64,11 +67,12 @@ class Move:
         self._slow = contextlib.ExitStack()
 
     async def begin(self, tokens: int = 8, **named: Any) -> None:
-        """Begin a slow response, and wait until it has some tokens."""
-        self._slow.enter_context(self._pair.pace.slowed(STEP_S))
+        """Begin a slow response, and hold it once it has some tokens."""
+        source = self._pair.paces[0]
+        self._slow.enter_context(source.slowed(STEP_S))
         self.stream = await self._engines.ask(self._pair.instances[0], "completion", **named, **self._body)
         await self.stream.until(lambda _: len(self.stream.tokens()) >= tokens)
-        self._pair.pace.change(LATER_STEP_S)
+        source.hold()
         started = self.stream.replies[0]
         assert isinstance(started, InferStarted)
         self.started = started

@@ -23,12 +23,12 @@ class Started(Protocol):
     async def __call__(self, stages: int, dtype: str = "float32") -> Pair: ...
 
 
-async def begin_pair(group: Group, directory: Path, stages: int, pace: Pace) -> Pair:
-    """Start the stages of a group, and one engine."""
-    await group.begin(directory, stages, pace)
-    whole = group.engines.paced(card_of(directory), pace)
+async def begin_pair(group: Group, directory: Path, stages: int, paces: tuple[Pace, Pace]) -> Pair:
+    """Start the stages of a group, and one engine, with these paces."""
+    await group.begin(directory, stages, paces[0])
+    whole = group.engines.paced(card_of(directory), paces[1])
     pid = await forked(group.client, whole)
     first = await group.ready()
     assert (await group.engines.settled(whole.instance_id)).state == "ready"
     group.pids.append(pid)
-    return Pair((first, whole.instance_id), (group.pids[0], pid), group.engines, group.client, pace)
+    return Pair((first, whole.instance_id), (group.pids[0], pid), group.engines, group.client, paces)

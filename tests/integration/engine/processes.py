@@ -9,7 +9,9 @@ from shared.contracts.inference import InferChunk
 from tests.support.engines import Stream, ZygoteClient
 
 SLOW: dict[str, Any] = {"prompt": "abc", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
-"""A request of about a second, or of a minute and a half while `Pace.slowed` holds."""
+"""A request that a test does not let end: a minute and a half while `Pace.slowed` holds."""
+FINITE: dict[str, Any] = SLOW | {"max_tokens": 60}
+"""A request that ends soon after the engine is not slowed any more, also on a busy machine."""
 
 
 async def forked(client: ZygoteClient, start: EngineStart) -> int:

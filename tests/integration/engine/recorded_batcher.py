@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.engine.generation.batcher import Batcher
@@ -63,20 +64,69 @@ class RecordedBatcher:
             assert self.grew.wait_for(true, 60)
 
     def prepare(self, name: str, *sequences: Sequence[int], keep_s: float = 60.0, answer_s: float = math.inf) -> Outcome:
+        return self.begin_preparing(name, *sequences, keep_s=keep_s, answer_s=answer_s)()
+
+    def begin_preparing(
+        self, name: str, *sequences: Sequence[int], keep_s: float = 60.0, answer_s: float = math.inf
+    ) -> Callable[[], Outcome]:
+        """Send the order, and return what waits for its outcome."""
         done, outcomes = threading.Event(), list[Outcome]()
 
         def reported(outcome: Outcome) -> None:
             outcomes.append(outcome)
             done.set()
 
+        def wait() -> Outcome:
+            assert done.wait(60)
+            return outcomes[0]
+
         self.batcher.prepare(PrepareOrder(name, tuple(map(tuple, sequences)), None, "", keep_s, 60.0, reported, answer_s))
-        assert done.wait(60)
-        return outcomes[0]
+        return wait
 
     def close(self) -> None:
         self.batcher.stop()
         self.ended.result(60)
         self.loop.stop()
+
+
+class HeldBatcher(RecordedBatcher):
+    """A batcher that generates as many tokens as a test wants, and then one more for each command.
+
+    Without it a response would need tokens for as long as a test takes on a busy machine.
+    """
+
+    def __init__(self, loaded: LoadedModel, runner: Runner | None = None) -> None:
+        self._wanted = 0
+        super().__init__(loaded, runner)
+        self.batcher.on_command = self._on_command
+
+    def hold_at(self, tokens: int) -> None:
+        """Generate `tokens` of each choice, unless more are wanted already."""
+        with self.grew:
+            self._wanted = max(self._wanted, tokens)
+            self.grew.notify_all()
+
+    def release(self) -> None:
+        """Generate all tokens."""
+        self.hold_at(sys.maxsize)
+
+    def _on_command(self) -> None:
+        with self.grew:
+            self.grew.notify_all()
+        self.loop.wake()
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        super()._deliver(events)
+        with self.grew:
+            assert self.grew.wait_for(lambda: self._is_short() or self.batcher.has_commands(), 60)
+
+    def _is_short(self) -> bool:
+        running = [deltas for name, deltas in self.deltas.items() if name not in self.over]
+        return not running or min(len(d) for deltas in running for d in deltas.values()) < self._wanted
+
+    def close(self) -> None:
+        self.release()
+        super().close()
 
 
 def request(loaded: LoadedModel, name: str, resume: Resume | None = None, **body: Any) -> GenerationRequest:

@@ -34,7 +34,7 @@ from shared.contracts.executor import (
 from shared.contracts.inference import CancelInfer, InferChunk, InferFailed, InferFinished, InferStarted
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, Unreachable
-from tests.integration.engine.processes import SLOW, exited, forked, until_streaming
+from tests.integration.engine.processes import FINITE, SLOW, exited, forked, until_streaming
 from tests.support.engines import Engines, ZygoteClient
 from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
@@ -290,7 +290,7 @@ async def test_detaching_fails_running_requests_and_leaves_other_models_alone(
 ) -> None:
     first, second = [await executor.attach(engines.spec(card_of(d))) for d in directories[:2]]
     with pace.slowed():
-        stopped, other = [await engines.ask(name, "completion", **SLOW) for name in (first, second)]
+        stopped, other = [await engines.ask(name, "completion", **body) for name, body in ((first, SLOW), (second, FINITE))]
         await until_streaming(stopped)
         await executor.detach(first)
     assert isinstance(await stopped.last(), InferFailed)

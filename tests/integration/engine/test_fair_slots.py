@@ -13,7 +13,7 @@ from services.engine.generation.request import GenerationRequest
 from services.engine.generation.runner import Row, Runner
 from shared.contracts.inference import FairShare
 from tests.integration.engine.loaded_model import TOKENS, LoadedModel
-from tests.integration.engine.recorded_batcher import RecordedBatcher, flat
+from tests.integration.engine.recorded_batcher import HeldBatcher, flat
 
 BLOCKS_OF_ONE = 2
 
@@ -57,13 +57,15 @@ def test_a_key_that_arrives_late_is_served_before_a_flood(loaded: LoadedModel, k
     small.__dict__ = loaded.__dict__ | {"limits": dataclasses.replace(loaded.limits, max_sequences=2, kv_blocks=kv_blocks)}
     assert loaded.computable.runner is not None
     runner = CountedRunner(loaded.computable.runner)
-    reported = RecordedBatcher(small, runner)
+    reported = HeldBatcher(small, runner)
     try:
+        reported.hold_at(3)
         for request in flood:
             reported.batcher.submit(_of("flood", request))
         reported.until(lambda: len(reported.deltas.get("r0", {}).get(0, ())) >= 3)
         for request in late:
             reported.batcher.submit(_of("late", request))
+        reported.release()
         reported.until(lambda: len(reported.over) == 8)
     finally:
         reported.close()

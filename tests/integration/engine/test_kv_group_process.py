@@ -17,12 +17,13 @@ from tests.integration.engine.group_pair import Started, begin_pair, model
 from tests.integration.engine.stage_processes import Group
 from tests.support.kv_transfer import Fault, Proxy
 from tests.support.paced_zygote import Pace
+from tests.support.stopping import stop
 
 
 @pytest.fixture
-async def started(group: Group, tmp_path: Path, pace: Pace) -> Started:
+async def started(group: Group, tmp_path: Path, paces: tuple[Pace, Pace]) -> Started:
     async def begin(stages: int, dtype: str = "float32") -> Pair:
-        return await begin_pair(group, model(tmp_path, dtype), stages, pace)
+        return await begin_pair(group, model(tmp_path, dtype), stages, paces)
 
     return begin
 
@@ -62,7 +63,7 @@ async def test_frozen_stage_is_given_up_and_the_group_continues(started: Started
     move = Move(await started(2), LONG)
     await move.begin()
     read = await move.read()
-    os.kill(group.pids[1], signal.SIGSTOP)
+    stop(group.pids[1])
     try:
         prepared = await move.prepare(read, read.kv)
     finally:

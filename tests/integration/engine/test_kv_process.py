@@ -20,17 +20,20 @@ from tests.integration.engine.processes import forked
 from tests.support.engines import Engines, ZygoteClient
 from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
+from tests.support.stopping import stop
 
 BODY = LONG | {"n": 2}
 
 
 @pytest.fixture
-async def pair(engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path, pace: Pace) -> AsyncIterator[Pair]:
-    starts = [engines.paced(card_of(demo_directory), pace) for _ in range(2)]
+async def pair(
+    engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path, paces: tuple[Pace, Pace]
+) -> AsyncIterator[Pair]:
+    starts = [engines.paced(card_of(demo_directory), pace) for pace in paces]
     pids = [await forked(client, start) for start in starts]
     for start in starts:
         assert (await engines.settled(start.instance_id)).state == "ready"
-    made = Pair((starts[0].instance_id, starts[1].instance_id), (pids[0], pids[1]), engines, client, pace)
+    made = Pair((starts[0].instance_id, starts[1].instance_id), (pids[0], pids[1]), engines, client, paces)
     yield made
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -95,7 +98,7 @@ async def test_frozen_source_delays_a_resumed_request_only_briefly(pair: Pair) -
     assert read.kv is not None
     await move.prepare(read, read.kv)
     await move.yield_()
-    os.kill(pair.pids[0], signal.SIGSTOP)
+    stop(pair.pids[0])
     try:
         await move.finish()
     finally:

@@ -20,14 +20,15 @@ from tests.support.engines import Engines, ZygoteClient
 from tests.support.kv_transfer import Fault, Proxy
 from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader
+from tests.support.stopping import stop
 
 
 @pytest.fixture
-async def started(group: Group, tmp_path: Path, pace: Pace) -> Started:
+async def started(group: Group, tmp_path: Path, paces: tuple[Pace, Pace]) -> Started:
     """Return what starts an engine, and a group of the same model, to which its requests move."""
 
     async def begin(stages: int, dtype: str = "float32") -> Pair:
-        return (await begin_pair(group, model(tmp_path, dtype), stages, pace)).reversed()
+        return (await begin_pair(group, model(tmp_path, dtype), stages, paces)).reversed()
 
     return begin
 
@@ -67,7 +68,7 @@ async def test_frozen_engine_is_given_up(started: Started) -> None:
     move = Move(pair, LONG)
     await move.begin()
     read = await move.read()
-    os.kill(pair.pids[0], signal.SIGSTOP)
+    stop(pair.pids[0])
     try:
         prepared = await move.prepare(read, read.kv)
     finally:
@@ -98,7 +99,7 @@ async def test_frozen_stage_delays_the_group_until_it_continues(started: Started
     move = Move(await started(2), LONG)
     await move.begin()
     read = await move.read()
-    os.kill(group.pids[1], signal.SIGSTOP)
+    stop(group.pids[1])
     try:
         preparing = asyncio.create_task(move.prepare(read, read.kv))
         done, _ = await asyncio.wait({preparing}, timeout=1.0)
@@ -113,8 +114,7 @@ async def test_frozen_stage_delays_the_group_until_it_continues(started: Started
 
 async def test_damaged_pieces_are_not_used(started: Started) -> None:
     move = Move(await started(2), LONG)
-    await move.begin()
-    await move.stream.until(lambda _: len(move.stream.tokens()) > 30)
+    await move.begin(31)
     read = await move.read()
     assert read.kv is not None
     proxy = Proxy(read.kv.port, Fault("flip", 8_000))
@@ -141,15 +141,17 @@ async def test_dropped_preparation_ends_the_transfer(started: Started) -> None:
 
 
 async def test_request_moves_from_one_group_to_another(
-    started: Started, engines: Engines, client: ZygoteClient, loader: FakeLoader, tmp_path: Path, pace: Pace
+    started: Started, engines: Engines, client: ZygoteClient, loader: FakeLoader, tmp_path: Path
 ) -> None:
     """Of other stages: three read from two."""
     pair = await started(2)
     other = Group(engines, client, loader)
     try:
-        await other.begin(model(tmp_path, "float32"), 3, pace)
+        engine, source = pair.paces
+        await other.begin(model(tmp_path, "float32"), 3, engine)
         first = await other.ready()
-        move = Move(Pair((pair.instances[1], first), (pair.pids[1], other.pids[0]), engines, client, pace), LONG)
+        instances, pids = (pair.instances[1], first), (pair.pids[1], other.pids[0])
+        move = Move(Pair(instances, pids, engines, client, (source, engine)), LONG)
         await move.begin()
         read = await move.read()
         prepared = await move.prepare(read, read.kv)

@@ -26,11 +26,11 @@ from tests.integration.engine.batcher_pair import BODIES, BODY, MOVED_AT, PROMPT
 from tests.integration.engine.loaded_model import LoadedModel
 from tests.integration.engine.recorded_batcher import flat, request
 from tests.integration.engine.transfer_rounds import Round, check_rounds, rounds_of
-from tests.support.kv_transfer import Fault, Proxy, faults_of_parts
+from tests.support.kv_transfer import Fault, Proxy, faults_of_parts, stall_s_with
 from tests.support.launcher import until
 from tests.support.stage_group import LocalGroup
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "patient_transfers")
 
 LAYERS = 3
 
@@ -141,7 +141,8 @@ async def test_fault_at_one_stage_costs_only_tokens_that_lack_a_layer(
     first = BLOCK_TOKENS * offer.parts[part].layout.token_bytes
     proxy = Proxy(offer.parts[part].port, Fault(fault, first + 2_000))  # in the second block of this stage
     try:
-        outcome, received = await same.to.receive(asked.request_id, sequences, proxy.offered(offer, part))
+        offered, stall_s = proxy.offered(offer, part), stall_s_with(fault)
+        outcome, received = await same.to.receive(asked.request_id, sequences, offered, stall_s=stall_s)
         assert proxy.struck.is_set()
         assert reason in received.reason
         assert outcome.received in (0, BLOCK_TOKENS)
@@ -159,7 +160,8 @@ async def test_fault_of_all_connections_to_one_engine(exact: ToGroup, fault: Any
     sequences, offer = exact.sequences(asked), await exact.offer(asked)
     proxy = Proxy(offer.port, Fault(fault, 6_000))
     try:
-        outcome, received = await exact.to.receive(asked.request_id, sequences, proxy.offered(offer))
+        offered, stall_s = proxy.offered(offer), stall_s_with(fault)
+        outcome, received = await exact.to.receive(asked.request_id, sequences, offered, stall_s=stall_s)
         assert proxy.struck.is_set()
         assert received.reason
         assert reason in received.reason

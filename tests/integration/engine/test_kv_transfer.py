@@ -25,10 +25,10 @@ from tests.integration.engine.loaded_model import LoadedModel
 from tests.integration.engine.model_families import save
 from tests.integration.engine.recorded_batcher import RecordedBatcher, flat, request
 from tests.integration.engine.transfer_rounds import Round, check_rounds, rounds_of
-from tests.support.kv_transfer import Fault, Proxy
+from tests.support.kv_transfer import Fault, Proxy, stall_s_with
 from tests.support.launcher import until
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "patient_transfers")
 
 
 @pytest.fixture
@@ -91,7 +91,8 @@ async def test_fault_of_the_connection_costs_only_what_was_not_received(exact: P
     offer = await exact.offer(asked)
     proxy = Proxy(offer.port, fault)
     try:
-        outcome, received = await exact.to.receive(asked.request_id, exact.sequences(asked), proxy.offered(offer))
+        offered, stall_s = proxy.offered(offer), stall_s_with(fault.kind)
+        outcome, received = await exact.to.receive(asked.request_id, exact.sequences(asked), offered, stall_s=stall_s)
         assert proxy.struck.is_set()
         assert reason in received.reason
         assert outcome.tokens > 0

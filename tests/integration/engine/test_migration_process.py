@@ -29,17 +29,20 @@ from tests.support.engines import Engines, ZygoteClient
 from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
 
-BODY: dict[str, Any] = {**SLOW, "max_tokens": 200, "temperature": 1.0, "n": 2}
-"""A request that lasts until it yields: the engine is slow until then."""
+BODY: dict[str, Any] = {**SLOW, "max_tokens": 200, "temperature": 1.0, "n": 2, "seed": 11}
+"""A request that lasts until it yields: the engine is slow, and held, until then.
+
+With drawn seeds some run would meet a near-tie, which the rounding of recomputed tokens decides.
+"""
 STEP_S = 0.05
 
 
 @pytest.fixture
 async def pair(
-    engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path, pace: Pace
+    engines: Engines, loader: FakeLoader, client: ZygoteClient, demo_directory: Path, paces: tuple[Pace, Pace]
 ) -> AsyncIterator[tuple[str, str]]:
     """Yield two ready engines of one model."""
-    starts = [engines.paced(card_of(demo_directory), pace) for _ in range(2)]
+    starts = [engines.paced(card_of(demo_directory), pace) for pace in paces]
     pids = [await forked(client, start) for start in starts]
     for start in starts:
         assert (await engines.settled(start.instance_id)).state == "ready"
@@ -55,9 +58,10 @@ async def test_a_request_resumes_at_another_engine(engines: Engines, pair: tuple
     with pace.slowed(STEP_S):
         stream = await engines.ask(pair[0], "completion", **BODY)
         await until_streaming(stream)
+        pace.hold()
         started = stream.replies[0]
         assert isinstance(started, InferStarted)
-        assert (started.fixed, started.seed is not None) == ("", True)
+        assert (started.fixed, started.seed) == ("", BODY["seed"])
         read = await mesh.request(source, ReadTokens(request_id=stream.request_id), TokensRead)
         assert [c.index for c in read.choices] == [0, 1]
         assert read.running.generated_tokens == sum(len(c.token_ids) for c in read.choices) > 0
@@ -75,11 +79,21 @@ async def test_a_request_resumes_at_another_engine(engines: Engines, pair: tuple
     last = await rest.last()
     assert isinstance(last, InferFinished)
     assert last.usage.completion_tokens == 400
-    whole = await engines.answer(pair[0], "completion", **{**BODY, "seed": started.seed})
+    whole = await engines.answer(pair[0], "completion", **BODY)
     for i in (0, 1):
         assert stream.tokens(i) + rest.tokens(i) == whole.tokens(i)
         assert stream.text(i) + rest.text(i) == whole.text(i)
         assert rest.finish(i) == "length"
+
+
+async def test_a_drawn_seed_is_reported_and_gives_the_same_tokens(engines: Engines, pair: tuple[str, str]) -> None:
+    body = {**BODY, "max_tokens": 20, "seed": None}
+    drawn = await engines.answer(pair[0], "completion", **body)
+    started = drawn.replies[0]
+    assert isinstance(started, InferStarted)
+    assert started.seed is not None
+    again = await engines.answer(pair[1], "completion", **{**body, "seed": started.seed})
+    assert [again.tokens(i) for i in (0, 1)] == [drawn.tokens(i) for i in (0, 1)]
 
 
 async def test_invalid_prepare_and_resume_requests_are_refused(engines: Engines, pair: tuple[str, str]) -> None:

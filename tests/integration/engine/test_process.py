@@ -15,7 +15,7 @@ from shared.contracts.engine import DrainEngine, EngineReport, PingEngine
 from shared.contracts.inference import CancelInfer, EmbeddingsFinished, InferChunk, InferFailed, InferFinished, InferStarted
 from shared.contracts.phases import Phase
 from shared.errors import InstanceBusy, Unreachable
-from tests.integration.engine.processes import SLOW, exited, forked, until_streaming
+from tests.integration.engine.processes import FINITE, SLOW, exited, forked, until_streaming
 from tests.support.engines import Engines, ZygoteClient
 from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
@@ -140,8 +140,9 @@ async def test_draining_engine_finishes_running_requests_and_refuses_others(
 ) -> None:
     name, pid = instance
     with pace.slowed():
-        running = await engines.ask(name, "completion", **SLOW)
+        running = await engines.ask(name, "completion", **FINITE)
         await until_streaming(running)
+        pace.hold()
         with pytest.raises(InstanceBusy):
             await engines.mesh.request(subjects.engine_control(name), DrainEngine(only_if_idle=True), Done)
         await engines.mesh.request(subjects.engine_control(name), DrainEngine(), Done)
@@ -150,7 +151,7 @@ async def test_draining_engine_finishes_running_requests_and_refuses_others(
     assert isinstance(only, InferFailed)
     assert (only.seq, only.error.code) == (0, "instance_draining")
     assert isinstance(await running.last(), InferFinished)
-    assert len(running.tokens()) == 900
+    assert len(running.tokens()) == FINITE["max_tokens"]
     assert await exited(client, pid) == 0
     await engines.reported(name, lambda r: r.state == "stopped")
     with pytest.raises(Unreachable):

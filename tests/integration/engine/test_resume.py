@@ -21,7 +21,7 @@ from shared.contracts.inference import ResumedChoice
 from shared.errors import Conflict, InsufficientMemory
 from tests.integration.engine.loaded_model import BF16_NEAR_TIE, LoadedModel
 from tests.integration.engine.model_families import save
-from tests.integration.engine.recorded_batcher import PROMPT, TOKENS, RecordedBatcher, cut, flat, request
+from tests.integration.engine.recorded_batcher import PROMPT, TOKENS, HeldBatcher, RecordedBatcher, cut, flat, request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,18 +102,24 @@ def test_response_that_cannot_be_resumed_is_refused(loaded: LoadedModel, reporte
         assert refused.value.param == "resume"
 
 
-def test_yielded_request_ends_after_its_last_token(loaded: LoadedModel, reported: RecordedBatcher) -> None:
+def test_yielded_request_ends_after_its_last_token(loaded: LoadedModel) -> None:
     first = request(loaded, "long", max_tokens=90)
-    reported.batcher.submit(first)
-    reported.until(lambda: len(reported.deltas.get("long", {}).get(0, ())) >= 5)
-    reported.batcher.yield_("long")
-    reported.until(lambda: "long" in reported.over)
-    assert isinstance(reported.ends[-1], Yielded)
-    made = len(reported.deltas["long"][0])
-    rest = reported.answer(request(loaded, "rest", cut(reported.deltas["long"], {0: made}, first), max_tokens=90))
-    assert len(reported.deltas["long"][0]) == made
-    whole = reported.answer(request(loaded, "whole", max_tokens=90))
-    assert flat([*reported.deltas["long"][0], *rest[0]]) == flat(whole[0])
+    held = HeldBatcher(loaded)
+    try:
+        held.hold_at(5)
+        held.batcher.submit(first)
+        held.until(lambda: len(held.deltas.get("long", {}).get(0, ())) >= 5)
+        held.batcher.yield_("long")
+        held.until(lambda: "long" in held.over)
+        assert isinstance(held.ends[-1], Yielded)
+        held.release()
+        made = len(held.deltas["long"][0])
+        rest = held.answer(request(loaded, "rest", cut(held.deltas["long"], {0: made}, first), max_tokens=90))
+        assert len(held.deltas["long"][0]) == made
+        whole = held.answer(request(loaded, "whole", max_tokens=90))
+        assert flat([*held.deltas["long"][0], *rest[0]]) == flat(whole[0])
+    finally:
+        held.close()
 
 
 def test_prepared_kv_cache_is_used(loaded: LoadedModel, reported: RecordedBatcher) -> None:
@@ -168,14 +174,17 @@ def test_running_requests_gain_a_token_in_every_step_of_a_preparation(loaded: Lo
             rows.append([len(row.tokens) for row in batch])
             return runner.forward(batch)
 
-    reported = RecordedBatcher(small, Counting())
+    held = HeldBatcher(small, Counting())
     try:
-        reported.batcher.submit(request(loaded, "runs", max_tokens=90))
-        reported.until(lambda: len(reported.deltas.get("runs", {}).get(0, ())) >= 5)
-        assert reported.prepare("p", list(range(1, 200))) == Computed(198)
-        reported.until(lambda: "runs" in reported.over)
+        held.hold_at(5)
+        held.batcher.submit(request(loaded, "runs", max_tokens=90))
+        held.until(lambda: len(held.deltas.get("runs", {}).get(0, ())) >= 5)
+        wait = held.begin_preparing("p", list(range(1, 200)))
+        held.release()
+        assert wait() == Computed(198)
+        held.until(lambda: "runs" in held.over)
     finally:
-        reported.close()
+        held.close()
     beside = [row for row in rows if len(row) > 1]
     assert [row[0] for row in beside] == [1] * len(beside)
     assert sum(row[1] for row in beside) == 198

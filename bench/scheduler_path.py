@@ -113,7 +113,7 @@ async def measure(nats: str, database: str, devices: int, decisions: int, at_onc
             await repository.commit(term.epoch, [Put(entity) for entity in kept])
             loop = SchedulerLoop(state, repository, loads, Policy())
             migrations, is_wanted = Migrations(mesh, loop.post), partial(is_current, state)
-            outbox = Outbox(mesh, js, Catalog(js), loads, loop.post, answers, 10.0, migrations, is_wanted)
+            outbox = Outbox(mesh, js, Catalog(js), loads, loop.post, answers, 10.0, migrations, is_wanted, lambda node: None)
             deciding = asyncio.create_task(loop.run(outbox))
             freeze_heap()
             before = await _count_started(mesh)

@@ -323,7 +323,7 @@ class Gateway:
             request.idempotency.catch_up()
 
     async def on_status(self, status: NodeStatus) -> None:
-        self._statuses.on_status(status)
+        self._statuses.on_status(status, time.monotonic())
         self._apply_status(status)
 
     async def on_changes(self, changes: NodeChanges) -> None:

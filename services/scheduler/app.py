@@ -113,8 +113,6 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     loop = SchedulerLoop(
         with_keep_alive(await repository.load(term.epoch, clock.now()), policy.profile.keep), repository, loads, policy
     )
-    metrics.loaders = lambda: tuple(seen.status for seen in tuple(loop.state.loaders.values()))
-    metrics.nodes = lambda: tuple(loop.state.presence.values())
     js = mesh.nc.jetstream()
     catalog = Catalog(js, mesh.replicas)
     await ensure_streams(js, mesh.replicas)
@@ -124,10 +122,23 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     await held.load()
     handlers = Handlers(mesh, loop, repository, ledger, policy, name, migrations, held, metrics.suspension)
     is_wanted = partial(is_current, loop.state)
-    outbox = Outbox(mesh, js, catalog, loads, loop.post, handlers.reply, settings.command_timeout, migrations, is_wanted)
+    outbox = Outbox(
+        mesh,
+        js,
+        catalog,
+        loads,
+        loop.post,
+        handlers.reply,
+        settings.command_timeout,
+        migrations,
+        is_wanted,
+        handlers.forget_node,
+    )
     outbox.reconcile(m.card for m in loop.state.models.values())
     loop.post(Recovered(clock.now()))
     try:
+        metrics.loaders = lambda: tuple(seen.status for seen in tuple(loop.state.loaders.values()))
+        metrics.nodes = lambda: tuple(loop.state.presence.values())
         own = {"held memory": partial(_record_held, held, handlers), "reconnections": partial(_ask_again, mesh)}
         async with _background_tasks(loop, repository, ledger, term.epoch, migrations, own):
             await handlers.start()

@@ -160,6 +160,11 @@ class Handlers:
         else:
             future.set_result(effect.answer)
 
+    def forget_node(self, node: str) -> None:
+        """Remove what the handlers keep of a node that is gone."""
+        self._suspensions.forget(node)
+        self._held.forget(node)
+
     async def _ask(self, event: Callable[[str], Event]) -> Message:
         """Post an event that names a waiter, and return its answer."""
         if self._over:
@@ -177,7 +182,7 @@ class Handlers:
 
     async def _node_status(self, status: NodeStatus) -> None:
         now = clock.now()
-        self._statuses.on_status(status)
+        self._statuses.on_status(status, now)
         self._measure(status, now)
         self._loop.post(NodeStatusReceived(now, status))
 

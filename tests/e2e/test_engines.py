@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,7 +165,7 @@ async def test_start_waits_on_its_node_while_its_victim_stops(mesh: Thaw) -> Non
 
     async def hear(message: Msg) -> None:
         status = NodeStatus.model_validate_json(message.data)
-        statuses.on_status(status)
+        statuses.on_status(status, time.monotonic())
         put(status.instances)
 
     def put(instances: tuple[InstanceStatus, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 
 from shared.contracts import subjects
@@ -15,7 +16,7 @@ async def follow_node(mesh: Mesh, node: str, on_status: Callable[[NodeStatus], A
     statuses = NodeStatuses()
 
     async def hear(status: NodeStatus) -> None:
-        statuses.on_status(status)
+        statuses.on_status(status, time.monotonic())
         await on_status(status)
 
     async def hear_changes(changes: NodeChanges) -> None:

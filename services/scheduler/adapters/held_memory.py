@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from services.scheduler.adapters.ledger import HeldBatch, Ledger
+from services.scheduler.adapters.ledger import CLOCKS_KEPT_S, HeldBatch, Ledger
 from services.scheduler.domain.background_work import BackgroundReading, find_processes, find_uncounted, list_background
 from services.scheduler.domain.device_accounts import AccountHistory, AccountName
 from services.scheduler.domain.holdings import HOUR_S, Charge, Holding, charge, list_cached, list_holdings
@@ -24,6 +24,7 @@ _CACHE = "/dram"
 """Behind a node's name, that of the clock of its cached weights."""
 _ACCOUNTS = "/accounts"
 """Its clock says since when there are accounts of device time."""
+_DAY_S = 86_400.0
 _PLANS_SINCE_S = 3600.0
 """Plans of starts that are looked at: a start that takes longer is charged by the next leader."""
 
@@ -65,6 +66,11 @@ class HeldMemory:
         self._longest_s = longest_s
         self._nodes: dict[str, _Node] = {}
         self._clocks: dict[str, float] = {}
+        """By node: the time up to which its memory is recorded, when the term began or since the
+        node is gone.
+        """
+        self._gone: set[str] = set()
+        """Nodes that are removed once their charges are taken."""
         self._pending: tuple[HeldBatch, ...] = ()
         self._readings: dict[tuple[str, str], BackgroundReading] = {}
         """New readings of background work, which are not recorded yet."""
@@ -72,6 +78,8 @@ class HeldMemory:
         """Engines older than the accounts. Found when read: the state forgets instances."""
         self._accounts = AccountHistory()
         self._plans_since_s = 24 * _PLANS_SINCE_S
+        self._day = 0
+        """The day, since 1970, in which unchanged readings were asked for again."""
 
     async def load(self) -> None:
         """Read the clocks. Call it once, before the first report."""
@@ -95,7 +103,15 @@ class HeldMemory:
         """Charge the time of a node's cached weights since its loader's last status."""
         self._advance(self._find(f"{status.node}{_CACHE}", now), list_cached(status), now)
 
+    def forget(self, node: str) -> None:
+        """Remove a node that is gone, once what was charged is recorded.
+
+        If it reports again, its memory is charged from its clock on, as by the next leader.
+        """
+        self._gone |= self._nodes.keys() & {node, f"{node}{_CACHE}"}
+
     def _find(self, name: str, now: float) -> _Node:
+        self._gone.discard(name)
         node = self._nodes.get(name)
         if node is None:
             since = min(now, self._clocks.get(name, now))
@@ -129,6 +145,8 @@ class HeldMemory:
         """
         if not self._pending:
             self._pending = self._take()
+            self._remove_gone(now)
+        self._repeat_readings(int(now // _DAY_S))
         if self._pending:
             await self._ledger.record_held(self._epoch, self._pending)
             self._pending = ()
@@ -161,6 +179,25 @@ class HeldMemory:
                 batches.append(HeldBatch(name, node.opened_at, node.since, self._rows(node.charges)))
                 node.opened_at, node.charges = node.since, {}
         return tuple(batches)
+
+    def _remove_gone(self, now: float) -> None:
+        """Remove the nodes that are gone, whose charges have been taken."""
+        if not self._gone:
+            return
+        for name in self._gone:
+            self._clocks[name] = self._nodes.pop(name).since
+        self._gone.clear()
+        self._clocks = {name: at for name, at in self._clocks.items() if name == _ACCOUNTS or at >= now - CLOCKS_KEPT_S}
+
+    def _repeat_readings(self, day: int) -> None:
+        """Let the next statuses record unchanged readings again, once a day.
+
+        The ledger forgets a reading that is old. The next one of that engine would count from zero.
+        """
+        if day != self._day:
+            self._day = day
+            for node in self._nodes.values():
+                node.readings = frozenset()
 
     def _rows(self, charges: dict[Charge, float]) -> dict[tuple[int, str, str, str], float]:
         rows: dict[tuple[int, str, str, str], float] = {}

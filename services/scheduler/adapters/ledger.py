@@ -68,6 +68,8 @@ _UNASKED = ("consolidation", "min_replicas", "park", "wake")
 """Triggers of starts that are made without a request."""
 _SPOOL_HOURS = 40 * 24
 """A spool that was silent for so long is forgotten, and so is the id of a response."""
+CLOCKS_KEPT_S = _SPOOL_HOURS * 3600.0
+"""The clock of a node that was silent for so long is forgotten."""
 
 
 class Ledger:
@@ -309,7 +311,7 @@ class Ledger:
             for table in _KEPT:
                 await connection.execute(delete(table).where(table.c.hour < _first_of_day(hour - RETENTION_HOURS)))
             clocks = tables.held_clocks
-            await connection.execute(delete(clocks).where(clocks.c.until < (hour - _SPOOL_HOURS) * 3600.0))
+            await connection.execute(delete(clocks).where(clocks.c.until < hour * 3600.0 - CLOCKS_KEPT_S))
             for table in (
                 tables.usage_spools,
                 tables.metered_responses,

@@ -3,7 +3,8 @@
 Commands to a node go through one lane, in order and one at a time, because a nodeagent refuses a
 token that is older than one it has seen. If a node does not answer, its lane waits for the node's
 next status, for `patience` seconds in all. A request that waits for an answer of a nodeagent that
-has been replaced is sent again at once: the same command twice has one effect.
+has been replaced is sent again at once: the same command twice has one effect. A lane ends with its
+last job.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +29,7 @@ from services.scheduler.domain.effects import (
     CancelMigration,
     DeleteCatalog,
     Effect,
+    ForgetNode,
     LoadEnded,
     LoadStarted,
     OrderMigration,
@@ -66,7 +69,7 @@ _WAITED_S = 0.1
 
 @dataclass
 class _Lane:
-    jobs: asyncio.Queue[Job]
+    jobs: deque[Job]
     task: asyncio.Task[None]
 
 
@@ -75,6 +78,7 @@ class Outbox:
 
     `post` receives the results of commands; `reply` answers requests. `is_wanted` is False for
     a start or resumption that waited until its instance was given up: it must not reach its node.
+    `forget_node` removes what else is kept of a node that is gone.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Outbox:
         patience: float,
         migrations: Migrations,
         is_wanted: Callable[[StartInstance | ResumeInstance], bool],
+        forget_node: Callable[[str], None],
     ) -> None:
         self._mesh = mesh
         self._js = js
@@ -98,6 +103,7 @@ class Outbox:
         self._patience = patience
         self._migrations = migrations
         self._is_wanted = is_wanted
+        self._forget_node = forget_node
         self._group_key = secrets.token_bytes(32)
         """Secrets of groups derive from it: all starts of a group leave from this process."""
         self._lanes: dict[str, _Lane] = {}
@@ -150,6 +156,9 @@ class Outbox:
                     refused = []
                 case ReplyTo():
                     self._reply(effect)
+                case ForgetNode(node):
+                    self._agents.pop(node, None)
+                    self._forget_node(node)
                 case LoadStarted() | StepDown():
                     pass  # carried out by the loop, before the commit
 
@@ -160,9 +169,20 @@ class Outbox:
     def _lane(self, name: str, job: Job) -> None:
         lane = self._lanes.get(name)
         if lane is None:
-            jobs: asyncio.Queue[Job] = asyncio.Queue()
-            lane = self._lanes[name] = _Lane(jobs, asyncio.create_task(_work(name, jobs), name=f"lane {name}"))
-        lane.jobs.put_nowait(job)
+            jobs: deque[Job] = deque()
+            lane = self._lanes[name] = _Lane(jobs, asyncio.create_task(self._work(name, jobs), name=f"lane {name}"))
+        lane.jobs.append(job)
+
+    async def _work(self, name: str, jobs: deque[Job]) -> None:
+        try:
+            while jobs:
+                job = jobs.popleft()
+                try:
+                    await job()
+                except Exception:  # a failed job must not end its lane
+                    log.exception("failed to carry out an effect", extra={"lane": name})
+        finally:
+            del self._lanes[name]
 
     def _start_job(self, effect: SendStart | SendResume, committed_at: float) -> Job:
         async def start() -> None:
@@ -275,6 +295,8 @@ class Outbox:
                 await asyncio.wait_for(event.wait(), _RETRY_S)
             except TimeoutError:
                 continue
+            finally:
+                self._status_events.pop(node, None)
 
     async def _attempt(self, node: str, send: Callable[[], Awaitable[Message]]) -> None:
         """Send once.
@@ -313,15 +335,6 @@ async def _retry_write(write: Job) -> None:
         except (NatsError, TimeoutError) as e:
             log.warning("failed to write the catalogue; retrying", extra={"error": repr(e)})
             await asyncio.sleep(_RETRY_S)
-
-
-async def _work(name: str, jobs: asyncio.Queue[Job]) -> None:
-    while True:
-        job = await jobs.get()
-        try:
-            await job()
-        except Exception:  # a failed job must not end its lane
-            log.exception("failed to carry out an effect", extra={"lane": name})
 
 
 def _list_earlier_phases(effect: SendStart | SendResume, committed_at: float) -> tuple[PhaseSpan, ...]:

@@ -8,11 +8,16 @@ held after it was recorded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import Literal
 
 from services.scheduler.adapters.ledger import Ledger, StartSeconds, Tokens
 from shared.contracts.usage import Counts, Period, ReportUsage, SpendingViewed, Spent, UsageRecorded, UsageRow, ViewSpending
+
+_Part = Literal["starts", "memory", "background"]
 
 
 @dataclass(slots=True)
@@ -48,14 +53,15 @@ class _Sums:
 
 
 class Spending:
-    """Sums of one term; its methods must not run concurrently."""
+    """Sums of one term; `view` and `record` must not run concurrently."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._prices = ledger.prices
         self._period: Period | None = None
         self._day, self._month = _Sums(0), _Sums(0)
-        self._has_new_starts = self._has_new_memory = self._has_new_background = False
+        self._stale: set[_Part] = set()
+        """Parts of the sums of which more was recorded since they were read."""
 
     async def record(self, epoch: int, report: ReportUsage, hour: int) -> UsageRecorded:
         """Record a report in the ledger; as `Ledger.record`."""
@@ -67,7 +73,7 @@ class Spending:
 
     def note_held(self) -> None:
         """Read memory held, starts and work of no request again: more of them was recorded."""
-        self._has_new_starts = self._has_new_memory = self._has_new_background = True
+        self._stale |= {"starts", "memory", "background"}
 
     def _add(self, report: ReportUsage) -> None:
         if self._period is None:
@@ -76,8 +82,8 @@ class Spending:
             for sums in (self._day, self._month):
                 if row.hour >= sums.since:
                     sums.add(row)
-        has_waits = bool(report.waits) or any(response.wait is not None for response in report.responses)
-        self._has_new_starts = self._has_new_starts or has_waits
+        if report.waits or any(response.wait is not None for response in report.responses):
+            self._stale.add("starts")
 
     async def view(self, query: ViewSpending, hour: int) -> SpendingViewed:
         """Return what the keys have spent."""
@@ -87,21 +93,32 @@ class Spending:
             self._day, self._month = await self._read(period.day), await self._read(period.month)
             self._period = period
             self.note_held()
-        if self._has_new_starts and (query.has_device_seconds_budget or self._are_starts_priced()):
-            for sums in (self._day, self._month):
-                sums.starts = await self._ledger.sum_starts(sums.since)
-            self._has_new_starts = False
-        if self._has_new_background:
-            for sums in (self._day, self._month):
-                sums.background_us = await self._ledger.sum_background_us(sums.since)
-            self._has_new_background = False
-        if self._has_new_memory and self._prices is not None and self._prices.gib_hours:
-            for sums in (self._day, self._month):
-                sums.byte_s = await self._ledger.sum_byte_s(sums.since)
-            self._has_new_memory = False
+        both = (self._day, self._month)
+        if "starts" in self._stale and (query.has_device_seconds_budget or self._are_starts_priced()):
+            with self._reading("starts"):
+                for sums in both:
+                    sums.starts = await self._ledger.sum_starts(sums.since)
+        if "background" in self._stale:
+            with self._reading("background"):
+                for sums in both:
+                    sums.background_us = await self._ledger.sum_background_us(sums.since)
+        if "memory" in self._stale and self._prices is not None and self._prices.gib_hours:
+            with self._reading("memory"):
+                for sums in both:
+                    sums.byte_s = await self._ledger.sum_byte_s(sums.since)
         return SpendingViewed(
             period=period, keys={key: spent for key in query.keys if (spent := self._spent(key)) != Spent()}, prices=self._prices
         )
+
+    @contextmanager
+    def _reading(self, part: _Part) -> Iterator[None]:
+        """Note that a part is being read: `note_held` may be called meanwhile, and counts."""
+        self._stale.discard(part)
+        try:
+            yield
+        except BaseException:
+            self._stale.add(part)
+            raise
 
     def _are_starts_priced(self) -> bool:
         return self._prices is not None and bool(self._prices.device_seconds or self._prices.clearing_seconds)

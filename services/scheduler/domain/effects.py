@@ -155,6 +155,13 @@ class CancelMigration:
 
 
 @value(frozen=True, slots=True)
+class ForgetNode:
+    """Remove what is kept in memory of a node that is gone."""
+
+    node: str
+
+
+@value(frozen=True, slots=True)
 class StepDown:
     """Another leader acted under a newer epoch: lead again only above `epoch`."""
 
@@ -179,5 +186,6 @@ Effect = (
     | LoadEnded
     | OrderMigration
     | CancelMigration
+    | ForgetNode
     | StepDown
 )

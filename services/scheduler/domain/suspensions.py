@@ -63,6 +63,10 @@ class SuspensionWatch:
             if before.last_ms.get(key) != took_ms
         ]
 
+    def forget(self, node: str) -> None:
+        """Remove a node that is gone. If it reports again, it is a new one."""
+        self._nodes.pop(node, None)
+
 
 def _timings(instance: InstanceStatus) -> list[tuple[Kind, Timing]]:
     found: list[tuple[Kind, Timing]] = []

@@ -419,3 +419,18 @@ async def test_the_ledger_has_what_engines_charged_whatever_was_lost(
             )
     rows = (await ledger.view(ViewUsage(since=0, by=("key",)))).rows
     assert sum(r.counts.compute_cuda_us for r in rows) == pytest.approx(total * 1e6, abs=spools + len(rows))
+
+
+async def test_work_of_an_engine_that_was_idle_for_weeks_counts_once(engine: AsyncEngine, migrated_url: str) -> None:
+    """The ledger forgets readings after 40 days: those of running engines are recorded again before."""
+    ledger, day = Ledger(engine), 24 * HOUR_S
+    async with leadership(plain_url(migrated_url)) as term:
+        meter = HeldMemory(ledger, owned(a="team"), term.epoch, longest_s=5.0)
+        await meter.load()
+        for number, (at, seconds) in enumerate(((0, 2.0), (30, 2.0), (60, 2.0), (90, 3.0))):
+            for second in range(2):  # the status after the first one of a day repeats the reading
+                now = START + at * day + second
+                meter.on_status(report(2 * number + second, working("a-1", "cuda:0", own=seconds)), now)
+                await meter.flush(now)
+            await ledger.prune(term.epoch, HOUR + at * 24)
+        assert (await by_key(ledger))["team"].background_s == 3.0

@@ -58,6 +58,7 @@ class Setup:
         self.agents = Agents(mesh)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.given_up: set[str] = set()
+        self.forgotten: list[str] = []
         self.outbox = Outbox(
             mesh,
             cast("JetStreamContext", None),
@@ -68,6 +69,7 @@ class Setup:
             PATIENCE_S,
             cast("Migrations", None),
             self._is_wanted,
+            self.forgotten.append,
         )
 
     def _is_wanted(self, command: StartInstance | ResumeInstance) -> bool:

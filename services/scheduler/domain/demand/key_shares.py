@@ -294,9 +294,14 @@ def _has_instance(state: ClusterState, name: str) -> bool:
 
 
 def _parts(keys: Sequence[KeyDemand]) -> dict[Flow, float]:
-    """Return what each key and priority pays of a device-second, divided by the key's weight."""
+    """Return what each key and priority pays of a device-second, divided by the key's weight.
+
+    Keys without requests pay nothing.
+    """
     total = sum([k.waiting + k.in_flight for k in keys])
     found: dict[Flow, float] = defaultdict(float)
+    if not total:
+        return found
     for k in keys:
         found[k.flow, k.priority] += (k.waiting + k.in_flight) / total / k.weight
     return found

@@ -12,7 +12,7 @@ A report of changes examines only the instances that have changed.
 
 from __future__ import annotations
 
-from services.scheduler.domain.effects import StepDown
+from services.scheduler.domain.effects import ForgetNode, StepDown
 from services.scheduler.domain.estimates.memory_needs import learn_memory
 from services.scheduler.domain.estimates.start_learning import forget_starts_on
 from services.scheduler.domain.estimates.token_times import learn_token_time
@@ -252,6 +252,8 @@ def stop_stalled_starts(tx: Transaction) -> None:
 def expire_silent_nodes(tx: Transaction, due: float) -> None:
     """Mark silent nodes as dead, with their instances; remove them after a day.
 
+    A loader without a known nodeagent is removed after a day too.
+
     `due`: the time of the tick. While it waited for its decision, messages of nodes waited too.
     """
     for presence in list(tx.state.presence.values()):
@@ -261,6 +263,10 @@ def expire_silent_nodes(tx: Transaction, due: float) -> None:
             tx.put(replace(presence, alive=False))
             for i in list(tx.state.on_node(presence.node)):
                 _remove_lost(tx, i, f"its node {presence.node} has been silent for {tx.policy.node_lost_after_s:.0f} s")
+    alone = [loader for loader in tx.state.loaders.values() if loader.node not in tx.state.presence]
+    for loader in alone:
+        if due - loader.last_message_at > tx.policy.node_forgotten_after_s:
+            forget_node(tx, loader.node)
 
 
 def forget_node(tx: Transaction, node: str) -> None:
@@ -269,3 +275,4 @@ def forget_node(tx: Transaction, node: str) -> None:
     tx.drop(Presence, node)
     tx.drop(LoaderPresence, node)
     tx.drop(Node, node)
+    tx.emit(ForgetNode(node))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.domain.effects import LoadEnded, StepDown
-from services.scheduler.domain.events import NodeStatusReceived, Tick
+from services.scheduler.domain.effects import ForgetNode, LoadEnded, StepDown
+from services.scheduler.domain.events import LoaderStatusReceived, NodeStatusReceived, Tick
 from shared.contracts.base import Done, ErrorBody
+from shared.contracts.loader import LoaderStatus
 from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
 from tests.unit.scheduler.world import World
@@ -229,3 +230,12 @@ def test_tick_that_waited_for_its_decision_takes_no_node_for_lost(w: World) -> N
     assert w.state.presence["n1"].alive
     w.send(Tick(w.now))
     assert not w.state.presence["n1"].alive
+
+
+def test_a_loader_without_a_nodeagent_is_forgotten_after_a_silent_day(w: World) -> None:
+    w.send(LoaderStatusReceived(w.now, LoaderStatus(node="alone", boot_id="b")))
+    w.tick(86_399)
+    assert not w.sent(ForgetNode)
+    w.tick(2)
+    assert [e.node for e in w.sent(ForgetNode)] == ["alone"]
+    assert not w.state.loaders

@@ -13,7 +13,7 @@ class NodeStatuses:
 
     def __init__(self) -> None:
         self._latest: dict[str, NodeStatus] = {}
-        self._heard_at: dict[str, float] = {}
+        self._last_message_at: dict[str, float] = {}
         """Time of each node's last whole status, the oldest first."""
 
     def on_status(self, status: NodeStatus, now: float) -> None:
@@ -26,10 +26,10 @@ class NodeStatuses:
         latest = self._latest.get(status.node)
         if latest is None or latest.boot_id != status.boot_id or status.seq >= latest.seq:
             self._latest[status.node] = status
-        self._heard_at.pop(status.node, None)
-        self._heard_at[status.node] = now
-        while self._heard_at[node := next(iter(self._heard_at))] < now - FORGOTTEN_AFTER_S:
-            del self._latest[node], self._heard_at[node]
+        self._last_message_at.pop(status.node, None)
+        self._last_message_at[status.node] = now
+        while self._last_message_at[node := next(iter(self._last_message_at))] < now - FORGOTTEN_AFTER_S:
+            del self._latest[node], self._last_message_at[node]
 
     def on_changes(self, changes: NodeChanges) -> NodeStatus | None:
         """Return the node's status with the changes.

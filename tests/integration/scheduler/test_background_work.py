@@ -422,7 +422,7 @@ async def test_the_ledger_has_what_engines_charged_whatever_was_lost(
 
 
 async def test_work_of_an_engine_that_was_idle_for_weeks_counts_once(engine: AsyncEngine, migrated_url: str) -> None:
-    """The ledger forgets readings after 40 days: those of running engines are recorded again before."""
+    """The ledger forgets readings after 40 days; those of running engines are recorded again."""
     ledger, day = Ledger(engine), 24 * HOUR_S
     async with leadership(plain_url(migrated_url)) as term:
         meter = HeldMemory(ledger, owned(a="team"), term.epoch, longest_s=5.0)

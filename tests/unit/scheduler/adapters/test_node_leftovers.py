@@ -1,4 +1,4 @@
-"""What a term keeps of nodes goes with them: a cluster with autoscaled nodes has new ones all the time."""
+"""What a term keeps of nodes goes with them: autoscaled nodes have new names all the time."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Sums:
     sum_tokens = sum_starts = sum_byte_s = sum_compute_us
 
 
-async def test_what_is_recorded_while_sums_are_read_is_read_by_the_next_question() -> None:
+async def test_sums_recorded_during_a_read_are_in_the_next_answer() -> None:
     ledger = Sums()
     spending = Spending(cast("Any", ledger))
     query = ViewSpending(keys=("k",))

@@ -10,6 +10,7 @@ import pytest
 from services.scheduler import app
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.held_memory import HeldMemory
+from services.scheduler.adapters.leadership import Term
 from services.scheduler.adapters.ledger import CLOCKS_KEPT_S
 from services.scheduler.adapters.load_traces import LoadTraces
 from services.scheduler.adapters.outbox import Outbox
@@ -34,7 +35,7 @@ class Loaders:
 
     async def request(self, *_: object) -> WeightsReleased:
         self.asked += 1
-        return WeightsReleased(nbytes=0)
+        return WeightsReleased(freed_bytes=0)
 
 
 def outbox(mesh: Any, forgotten: list[str]) -> Outbox:
@@ -107,7 +108,7 @@ async def test_metrics_have_no_state_of_a_term_that_could_not_begin(monkeypatch:
     monkeypatch.setattr(app, "ensure_streams", fail)
     metrics, mesh = Metrics(), cast("Any", FakeMesh())
     with pytest.raises(TimeoutError):
-        await app._lead(SchedulerSettings(), mesh, cast("Any", None), app.Term(1), "s", metrics)
+        await app._lead(SchedulerSettings(), mesh, cast("Any", None), Term(1), "s", metrics)
     assert list(metrics.nodes()) == []
     metrics.close()
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from bench.raw_client import Connection, cpu_s, post_of
+from shared.ports import free_port
 
 REQUEST = post_of("/x", {"a": 1}, {"authorization": "Bearer k"})
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\nContent-Length: 6"
@@ -20,7 +21,8 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\nContent-Length: 6"
 @contextmanager
 def serving(pieces: Sequence[bytes]) -> Iterator[int]:
     """Answer every request with the pieces, each in a packet of its own."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    # Not an ephemeral port: a client of an earlier server could be the one that is served.
+    listener = socket.create_server(("127.0.0.1", free_port()))
 
     def serve() -> None:
         connection, _ = listener.accept()

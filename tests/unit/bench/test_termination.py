@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.termination import STATUS
+from shared.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -71,7 +72,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 def test_a_benchmark_that_is_run_as_a_module_handles_the_signal() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    # Not an ephemeral port: the client of an earlier server could connect before the benchmark.
+    with socket.create_server(("127.0.0.1", free_port())) as server:
         server.settimeout(60)
         arguments = ["-m", "bench.load_client", "--port", str(server.getsockname()[1]), "--model", "m"]
         with subprocess.Popen([sys.executable, *arguments], cwd=ROOT) as process:

@@ -11,6 +11,7 @@ import pytest
 
 from services.gateway.http import server
 from services.gateway.http.server import Acceptor
+from shared.ports import free_port
 
 CONNECTIONS = 200
 
@@ -28,7 +29,8 @@ class Counting(asyncio.Protocol):
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0), backlog=CONNECTIONS) as listening:
+    # Not an ephemeral port: a client of an earlier server could connect to it, and be counted.
+    with socket.create_server(("127.0.0.1", free_port()), backlog=CONNECTIONS) as listening:
         listening.setblocking(False)
         yield listening
 

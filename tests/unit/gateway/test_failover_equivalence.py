@@ -40,13 +40,16 @@ class World(RecordedEffects):
     Each cut gives the number of messages before a fault, the fault, and whether the next instance
     refuses. `unstored` gives the number of an attempt's last messages that the next attempt shall
     generate again, although the client has them.
+
+    Its clock is the real clock plus the time that was skipped: the request reads the real clock,
+    and would else be ahead of the world after a pause of the process.
     """
 
     def __init__(
         self, script: Script, sink: EventStream | BufferedCompletion, cuts: list[tuple[int, Fault, bool]], unstored: list[int]
     ) -> None:
         super().__init__()
-        self.script, self.cuts, self.now = script, list(cuts), time.monotonic()
+        self.script, self.cuts, self.skipped_s = script, list(cuts), 0.0
         self.unstored = list(unstored)
         self.received: list[dict[str, Any]] = []
         self.device_s = 0.0
@@ -56,6 +59,10 @@ class World(RecordedEffects):
         self.request = ActiveRequest(self.ticket, card_of("alpha"), EngineRequest("chat", b"{}"), sink, self.dispatcher, 1 << 30)
         self.refuses = False
         self.dispatcher.on_request(self.ticket, 1, self.now)
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() + self.skipped_s
 
     def hear(self, first: InstanceState) -> None:
         """Report two instances; `first` is the state of the one that has the request."""
@@ -85,7 +92,7 @@ class World(RecordedEffects):
             if self.ticket.stage is Stage.SENT:
                 self.attempt()
             else:
-                self.now += 10
+                self.skipped_s += 10
                 self.hear(InstanceState.READY)
                 self.dispatcher.on_tick(self.now)
         raise AssertionError("it never ended")
@@ -127,9 +134,9 @@ class World(RecordedEffects):
             case "yield":
                 request.on_message(InferYielded(seq=seq).model_dump_json().encode())
             case _:
-                self.now += 1
+                self.skipped_s += 1
                 self.hear(InstanceState.FAILED)
-                self.now += 1
+                self.skipped_s += 1
                 self.dispatcher.on_tick(self.now)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from shared.ports import free_port
 from weights.tiers.connection import Patience
 from weights.tiers.http_client import HttpClient
 
@@ -46,7 +47,9 @@ class ForgetfulServer:
 
 @pytest.fixture
 def server() -> Iterator[ForgetfulServer]:
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(ForgetfulServer(listener)) as server:
+    # Not an ephemeral port: requests of an earlier server's client would count as lost.
+    listening = socket.create_server(("127.0.0.1", free_port()))
+    with listening as listener, contextlib.closing(ForgetfulServer(listener)) as server:
         yield server
 
 

@@ -150,7 +150,8 @@ def main() -> int:
 
     # A busy machine computes what it cannot transfer in time; tests count what is transferred.
     # A source that is paused for 3 s is none that has ended.
-    destination.CONNECT_WITHIN_S, exchange.REST_WITHIN_S, exchange.STALL_S = 30.0, 5.0, 5.0
+    destination.CONNECT_WITHIN_S, exchange.REST_WITHIN_S = 30.0, 5.0
+    vars(exchange)["STALL_S"] = 5.0
 
     Batcher.step = _noted(Batcher.step)  # type: ignore[method-assign]
     PackedRunner.forward = _paced(PackedRunner.forward, WARM_UP)  # type: ignore[method-assign]

@@ -93,7 +93,7 @@ def compose(engine: None) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def mesh(
+def project(
     compose: tuple[str, ...],
     images: Images,
     models: Path,
@@ -101,7 +101,7 @@ def mesh(
     hub: FakeHub,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Project]:
-    """Start the whole mesh of compose/, and wait until it is healthy."""
+    """Start the whole mesh of compose/ as a Compose project, and wait until it is healthy."""
     project = Project(compose, images, models, otlp.grpc_port, hub.port, tmp_path_factory.mktemp("compose"))
     try:
         project.up()

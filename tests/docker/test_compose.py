@@ -21,26 +21,26 @@ WITHIN_S = 300.0
 
 
 @pytest.fixture
-def client(mesh: Project) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="unused", max_retries=0, timeout=WITHIN_S)
+def client(project: Project) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{project.url}/v1", api_key="unused", max_retries=0, timeout=WITHIN_S)
 
 
-def test_the_command_line_in_the_gateway_registers_and_shows(mesh: Project) -> None:
-    assert "added" in mesh.execute("gateway", "thaw", "models", "add", "demo", "/models/demo")
-    cluster = json.loads(mesh.execute("gateway", "thaw", "ps", "--json"))
+def test_the_command_line_in_the_gateway_registers_and_shows(project: Project) -> None:
+    assert "added" in project.execute("gateway", "thaw", "models", "add", "demo", "/models/demo")
+    cluster = json.loads(project.execute("gateway", "thaw", "ps", "--json"))
     assert "node-0" in json.dumps(cluster)
-    assert "demo" in mesh.execute("gateway", "thaw", "models", "list")
+    assert "demo" in project.execute("gateway", "thaw", "models", "list")
 
 
-def test_admin_api_requires_the_generated_key(mesh: Project) -> None:
-    assert httpx.get(f"{mesh.url}/admin/v1/cluster", timeout=WITHIN_S, trust_env=False).status_code == 401
-    key = mesh.execute("gateway", "cat", "/run/thaw-secrets/thaw_admin_key")
+def test_admin_api_requires_the_generated_key(project: Project) -> None:
+    assert httpx.get(f"{project.url}/admin/v1/cluster", timeout=WITHIN_S, trust_env=False).status_code == 401
+    key = project.execute("gateway", "cat", "/run/thaw-secrets/thaw_admin_key")
     authorization = {"authorization": f"Bearer {key}"}
-    answer = httpx.get(f"{mesh.url}/admin/v1/cluster", headers=authorization, timeout=WITHIN_S, trust_env=False)
+    answer = httpx.get(f"{project.url}/admin/v1/cluster", headers=authorization, timeout=WITHIN_S, trust_env=False)
     assert answer.status_code == 200
 
 
-def test_a_cold_model_is_chatted_with(mesh: Project, client: openai.OpenAI) -> None:
+def test_a_cold_model_is_chatted_with(project: Project, client: openai.OpenAI) -> None:
     with client:
         assert [m.id for m in client.models.list()] == ["demo"]
         answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "hello"}], max_tokens=8)
@@ -48,7 +48,7 @@ def test_a_cold_model_is_chatted_with(mesh: Project, client: openai.OpenAI) -> N
         assert answer.usage.completion_tokens == 8
 
 
-def test_a_response_is_streamed_in_several_chunks(mesh: Project, client: openai.OpenAI) -> None:
+def test_a_response_is_streamed_in_several_chunks(project: Project, client: openai.OpenAI) -> None:
     with client:
         stream = client.chat.completions.create(
             model="demo", messages=[{"role": "user", "content": "hello"}], max_tokens=8, stream=True
@@ -58,7 +58,7 @@ def test_a_response_is_streamed_in_several_chunks(mesh: Project, client: openai.
     assert pieces[-1].finish_reason == "length"
 
 
-def test_repeated_idempotency_key_generates_once(mesh: Project, client: openai.OpenAI) -> None:
+def test_repeated_idempotency_key_generates_once(project: Project, client: openai.OpenAI) -> None:
     with client:
         answers = [
             client.chat.completions.create(
@@ -73,15 +73,15 @@ def test_repeated_idempotency_key_generates_once(mesh: Project, client: openai.O
     assert answers[0].id == answers[1].id
 
 
-def test_a_model_of_the_hub_is_served(mesh: Project, client: openai.OpenAI) -> None:
-    mesh.execute("gateway", "thaw", "models", "add", "hub", "hf://org/model")
+def test_a_model_of_the_hub_is_served(project: Project, client: openai.OpenAI) -> None:
+    project.execute("gateway", "thaw", "models", "add", "hub", "hf://org/model")
     with client:
         answer = client.completions.create(model="hub", prompt="hello", max_tokens=4)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4
 
 
-def test_the_trace_of_a_load_reaches_the_collector_from_every_service(mesh: Project, otlp: OtlpReceiver) -> None:
+def test_the_trace_of_a_load_reaches_the_collector_from_every_service(project: Project, otlp: OtlpReceiver) -> None:
     for phase in ("schedule", "load", "init"):
         otlp.wait_for(phase, within=120)
 
@@ -89,28 +89,28 @@ def test_the_trace_of_a_load_reaches_the_collector_from_every_service(mesh: Proj
         return any(service in sender for sender, _ in list(otlp.spans))
 
     until(lambda: has_sent("gateway") and has_sent("engine"), what="spans of the gateway and of an engine")
-    assert "queue" in mesh.execute("gateway", "thaw", "trace", "--json")
+    assert "queue" in project.execute("gateway", "thaw", "trace", "--json")
 
 
-def test_our_services_run_as_a_user_without_rights(mesh: Project) -> None:
+def test_our_services_run_as_a_user_without_rights(project: Project) -> None:
     for service in (*OURS, "node"):
-        status = mesh.execute(service, "cat", "/proc/self/status")
+        status = project.execute(service, "cat", "/proc/self/status")
         assert re.search(r"^Uid:\s+10001\s+10001\s+10001", status, re.MULTILINE), service
         assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE), service
         assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE), service
-        assert mesh.inspect(service)["HostConfig"]["ReadonlyRootfs"]
+        assert project.inspect(service)["HostConfig"]["ReadonlyRootfs"]
 
 
-def test_nats_and_postgres_run_with_minimal_rights(mesh: Project) -> None:
+def test_nats_and_postgres_run_with_minimal_rights(project: Project) -> None:
     for service in ("nats", "postgres"):
-        host = mesh.inspect(service)["HostConfig"]
+        host = project.inspect(service)["HostConfig"]
         assert host["ReadonlyRootfs"], service
         assert host["CapDrop"] == ["ALL"], service
         assert host["PidsLimit"] > 0, service
         assert host["Memory"] > 0, service
     # After its start the database has dropped the capabilities of the start.
     find = "for p in /proc/[0-9]*; do case $(tr '\\0' ' ' <$p/cmdline) in *postgres*-D*) grep CapEff $p/status;; esac; done 2>/dev/null"
-    found = mesh.execute("postgres", "sh", "-c", find, user="root").split("\n")
+    found = project.execute("postgres", "sh", "-c", find, user="root").split("\n")
     assert "CapEff:\t0000000000000000" in found
 
 
@@ -126,14 +126,14 @@ for address in sys.argv[1:]:
 """
 
 
-def _address(mesh: Project, service: str, network: str, port: int) -> str:
-    return f"{mesh.inspect(service)['NetworkSettings']['Networks'][f'{mesh.name}_{network}']['IPAddress']}:{port}"
+def _address(project: Project, service: str, network: str, port: int) -> str:
+    return f"{project.inspect(service)['NetworkSettings']['Networks'][f'{project.name}_{network}']['IPAddress']}:{port}"
 
 
-def test_services_reach_only_the_servers_they_need(mesh: Project) -> None:
-    nats, postgres = _address(mesh, "nats", "core", 4222), _address(mesh, "postgres", "data", 5432)
+def test_services_reach_only_the_servers_they_need(project: Project) -> None:
+    nats, postgres = _address(project, "nats", "core", 4222), _address(project, "postgres", "data", 5432)
     reached = {
-        service: mesh.execute(service, "python", "-", nats, postgres, text=_CONNECT).split()
+        service: project.execute(service, "python", "-", nats, postgres, text=_CONNECT).split()
         for service in ("gateway", "scheduler", "migrator", "loader", "nodeagent", "node")
     }
     assert reached.pop("scheduler") == ["reached", "reached"]
@@ -142,23 +142,23 @@ def test_services_reach_only_the_servers_they_need(mesh: Project) -> None:
 
 
 @pytest.mark.parametrize("network", ["telemetry", "edge", "hub"])
-def test_neither_jaeger_nor_the_edge_reaches_nats_or_the_database(mesh: Project, network: str) -> None:
+def test_neither_jaeger_nor_the_edge_reaches_nats_or_the_database(project: Project, network: str) -> None:
     """Jaeger and the edge reach neither NATS nor the database.
 
     The probe runs in a container of our image on their network: Jaeger's image has no suitable
     program.
     """
-    targets = (_address(mesh, "nats", "core", 4222), _address(mesh, "postgres", "data", 5432), "nats:4222", "postgres:5432")
+    targets = (_address(project, "nats", "core", 4222), _address(project, "postgres", "data", 5432), "nats:4222", "postgres:5432")
     output = docker(
-        "run", "--rm", "-i", f"--network={mesh.name}_{network}", mesh.images.mesh, "python", "-", *targets, text=_CONNECT
+        "run", "--rm", "-i", f"--network={project.name}_{network}", project.images.mesh, "python", "-", *targets, text=_CONNECT
     )
     assert output.split() == ["refused"] * 4
 
 
-def test_nats_and_postgres_networks_are_internal(mesh: Project) -> None:
+def test_nats_and_postgres_networks_are_internal(project: Project) -> None:
     for service, network in (("nats", "core"), ("postgres", "data")):
-        assert list(mesh.inspect(service)["NetworkSettings"]["Networks"]) == [f"{mesh.name}_{network}"]
-        (found,) = json.loads(docker("network", "inspect", f"{mesh.name}_{network}"))
+        assert list(project.inspect(service)["NetworkSettings"]["Networks"]) == [f"{project.name}_{network}"]
+        (found,) = json.loads(docker("network", "inspect", f"{project.name}_{network}"))
         assert found["Internal"] is True
 
 
@@ -205,8 +205,8 @@ def test_only_suspend_compose_file_grants_capabilities(images: Images) -> None:
     assert suspending.split("\n")[0] == f"10001 True {1 << 23 | 1 << 19:016x}"
 
 
-def test_both_files_and_the_gpu_profile_are_understood(mesh: Project) -> None:
-    shown = yaml.safe_load(mesh.compose("--profile", "gpu", "-f", str(ROOT / "compose" / "suspend.yaml"), "config"))["services"]
+def test_both_files_and_the_gpu_profile_are_understood(project: Project) -> None:
+    shown = yaml.safe_load(project.compose("--profile", "gpu", "-f", str(ROOT / "compose" / "suspend.yaml"), "config"))["services"]
     suspending, gpu = shown["nodeagent"], shown["nodeagent-gpu"]
     assert {"SYS_NICE", "SYS_PTRACE"} < set(suspending["cap_add"])
     assert suspending["cap_drop"] == ["ALL"]
@@ -221,8 +221,8 @@ def test_both_files_and_the_gpu_profile_are_understood(mesh: Project) -> None:
     assert "cap_add" not in gpu
 
 
-def test_service_has_access_only_to_its_own_secrets(mesh: Project) -> None:
-    seen = {service: set(mesh.execute(service, "ls", "/run/thaw-secrets").split()) for service in OURS}
+def test_service_has_access_only_to_its_own_secrets(project: Project) -> None:
+    seen = {service: set(project.execute(service, "ls", "/run/thaw-secrets").split()) for service in OURS}
     assert seen == {
         "gateway": {"thaw_nats_url", "thaw_admin_key"},
         "scheduler": {"thaw_nats_url", "thaw_database_url"},
@@ -231,39 +231,39 @@ def test_service_has_access_only_to_its_own_secrets(mesh: Project) -> None:
         "nodeagent": {"thaw_nats_url"},
     }
     for service in (*OURS, "nats", "postgres"):
-        environment = " ".join(mesh.inspect(service)["Config"]["Env"])
+        environment = " ".join(project.inspect(service)["Config"]["Env"])
         assert not re.search(r"[0-9a-f]{48}|thaw-admin-", environment), service
 
 
-def test_credentials_outlive_a_second_start(mesh: Project) -> None:
-    before = mesh.execute("gateway", "cat", "/run/thaw-secrets/thaw_nats_url", "/run/thaw-secrets/thaw_admin_key")
-    mesh.compose("run", "--rm", "--no-deps", "secrets")
-    assert before == mesh.execute("gateway", "cat", "/run/thaw-secrets/thaw_nats_url", "/run/thaw-secrets/thaw_admin_key")
+def test_credentials_outlive_a_second_start(project: Project) -> None:
+    before = project.execute("gateway", "cat", "/run/thaw-secrets/thaw_nats_url", "/run/thaw-secrets/thaw_admin_key")
+    project.compose("run", "--rm", "--no-deps", "secrets")
+    assert before == project.execute("gateway", "cat", "/run/thaw-secrets/thaw_nats_url", "/run/thaw-secrets/thaw_admin_key")
 
 
-def test_the_node_shares_memory_and_process_ids(mesh: Project) -> None:
+def test_the_node_shares_memory_and_process_ids(project: Project) -> None:
     spaces = {
-        service: mesh.execute(service, "sh", "-c", "readlink /proc/self/ns/pid /proc/self/ns/ipc; stat -c %d /dev/shm")
+        service: project.execute(service, "sh", "-c", "readlink /proc/self/ns/pid /proc/self/ns/ipc; stat -c %d /dev/shm")
         for service in ("node", "loader", "nodeagent")
     }
     assert len(set(spaces.values())) == 1
-    size = mesh.execute("nodeagent", "df", "--output=size", "-B1", "/dev/shm").split()[-1]
+    size = project.execute("nodeagent", "df", "--output=size", "-B1", "/dev/shm").split()[-1]
     assert int(size) == 512 << 20
-    assert "services.loader" in mesh.execute("nodeagent", "sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '")
+    assert "services.loader" in project.execute("nodeagent", "sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '")
 
 
 @pytest.mark.parametrize("service", ["nodeagent", "loader", "scheduler", "gateway"])
-def test_a_killed_container_is_restarted_and_the_mesh_serves(mesh: Project, client: openai.OpenAI, service: str) -> None:
-    first = mesh.inspect(service)["State"]["StartedAt"]
+def test_a_killed_container_is_restarted_and_the_mesh_serves(project: Project, client: openai.OpenAI, service: str) -> None:
+    first = project.inspect(service)["State"]["StartedAt"]
     # SIGKILL from outside, as in a crash: Docker treats `docker kill` as a stop by the operator.
-    pid = mesh.inspect(service)["State"]["Pid"]
-    kill = ("--pid=host", "--user=root", "--cap-add=KILL", mesh.images.mesh, "sh", "-c", f"kill -9 {pid}")
+    pid = project.inspect(service)["State"]["Pid"]
+    kill = ("--pid=host", "--user=root", "--cap-add=KILL", project.images.mesh, "sh", "-c", f"kill -9 {pid}")
     docker("run", "--rm", *kill)
     deadline = time.monotonic() + WITHIN_S
-    while (state := mesh.inspect(service)["State"])["StartedAt"] == first or state["Status"] != "running":
+    while (state := project.inspect(service)["State"])["StartedAt"] == first or state["Status"] != "running":
         assert time.monotonic() < deadline, state
         time.sleep(POLL_S)
-    mesh.wait_healthy(service)
+    project.wait_healthy(service)
     with client:
         answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "again"}], max_tokens=4)
     assert answer.usage is not None
@@ -287,22 +287,22 @@ for path in pathlib.Path("/proc").glob("[0-9]*"):
 
 
 @pytest.mark.parametrize("service", ["gateway", "scheduler", "migrator", "loader", "nodeagent"])
-def test_hung_service_is_restarted_in_its_container(mesh: Project, client: openai.OpenAI, service: str) -> None:
+def test_hung_service_is_restarted_in_its_container(project: Project, client: openai.OpenAI, service: str) -> None:
     """The watchdog restarts a hung service in its container.
 
     SIGSTOP stops the service; its container keeps running, so Docker does not restart it.
     """
-    started = mesh.inspect(service)["State"]["StartedAt"]
-    (hung,) = mesh.execute(service, "python", "-", service, text=_WATCHED).split()
-    mesh.execute(service, "sh", "-c", f"kill -STOP {hung}")
+    started = project.inspect(service)["State"]["StartedAt"]
+    (hung,) = project.execute(service, "python", "-", service, text=_WATCHED).split()
+    project.execute(service, "sh", "-c", f"kill -STOP {hung}")
     deadline = time.monotonic() + WITHIN_S
-    while mesh.execute(service, "python", "-", service, text=_WATCHED).split() in ([], [hung]):
+    while project.execute(service, "python", "-", service, text=_WATCHED).split() in ([], [hung]):
         assert time.monotonic() < deadline
         time.sleep(0.5)
-    assert mesh.inspect(service)["State"]["StartedAt"] == started
+    assert project.inspect(service)["State"]["StartedAt"] == started
     restarts = [
         line
-        for line in docker("logs", mesh.container(service), also_stderr=True).splitlines()
+        for line in docker("logs", project.container(service), also_stderr=True).splitlines()
         if "restarting a hung service" in line
     ]
     assert f'"pid": {hung}' in restarts[-1]
@@ -314,47 +314,55 @@ def test_hung_service_is_restarted_in_its_container(mesh: Project, client: opena
     assert answer.usage.completion_tokens == 4
 
 
-def test_killed_services_leave_no_zombies(mesh: Project) -> None:
-    states = mesh.execute("node", "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | sed 's/.*) //' | cut -c1")
+def test_killed_services_leave_no_zombies(project: Project) -> None:
+    states = project.execute("node", "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | sed 's/.*) //' | cut -c1")
     assert "Z" not in states.split()
 
 
-def list_models(mesh: Project, **headers: str) -> httpx.Response:
-    return httpx.get(f"{mesh.url}/v1/models", headers=headers, timeout=WITHIN_S, trust_env=False)
+def list_models(project: Project, **headers: str) -> httpx.Response:
+    return httpx.get(f"{project.url}/v1/models", headers=headers, timeout=WITHIN_S, trust_env=False)
 
 
-def test_keys_are_created_and_revoked_in_a_running_mesh(mesh: Project) -> None:
-    key = json.loads(mesh.execute("gateway", "thaw", "keys", "add", "alice", "--json"))["key"]
+def test_keys_are_created_and_revoked_in_a_running_mesh(project: Project) -> None:
+    key = json.loads(project.execute("gateway", "thaw", "keys", "add", "alice", "--json"))["key"]
     try:
-        assert list_models(mesh).status_code == 401
-        assert list_models(mesh, authorization=f"Bearer {key}").status_code == 200
+        assert list_models(project).status_code == 401
+        assert list_models(project, authorization=f"Bearer {key}").status_code == 200
     finally:
-        mesh.execute("gateway", "thaw", "keys", "revoke", "alice")
+        project.execute("gateway", "thaw", "keys", "revoke", "alice")
 
 
-def test_endpoint_stays_closed_if_the_disk_of_nats_is_lost(mesh: Project) -> None:
+def test_endpoint_stays_closed_if_the_disk_of_nats_is_lost(project: Project) -> None:
     """The endpoint stays closed if the disk of NATS is lost.
 
     The gateway's volume records that keys have existed (docs/operations.md).
     """
-    mesh.execute("gateway", "thaw", "keys", "add", "bob")
-    mesh.compose("stop", "gateway", "nats")
-    wipe = ("-v", f"{mesh.name}_nats:/data", "--user=root", mesh.images.mesh, "sh", "-c", "rm -rf /data/jetstream && ls /data")
+    project.execute("gateway", "thaw", "keys", "add", "bob")
+    project.compose("stop", "gateway", "nats")
+    wipe = (
+        "-v",
+        f"{project.name}_nats:/data",
+        "--user=root",
+        project.images.mesh,
+        "sh",
+        "-c",
+        "rm -rf /data/jetstream && ls /data",
+    )
     assert docker("run", "--rm", *wipe) == ""
-    mesh.compose("start", "nats")
-    mesh.wait_healthy("nats")
-    mesh.compose("start", "gateway")
-    mesh.wait_healthy("gateway")
-    assert "bob" not in mesh.execute("gateway", "thaw", "keys", "list")
-    assert list_models(mesh).status_code == 401
-    assert "inference" in mesh.execute("gateway", "cat", "/var/lib/thaw/gateway/keys-existed")
+    project.compose("start", "nats")
+    project.wait_healthy("nats")
+    project.compose("start", "gateway")
+    project.wait_healthy("gateway")
+    assert "bob" not in project.execute("gateway", "thaw", "keys", "list")
+    assert list_models(project).status_code == 401
+    assert "inference" in project.execute("gateway", "cat", "/var/lib/thaw/gateway/keys-existed")
 
 
-def test_nats_refused_no_service_a_subject(mesh: Project) -> None:
-    assert "Permissions Violation" not in mesh.compose("logs", "--no-color")
+def test_nats_refused_no_service_a_subject(project: Project) -> None:
+    assert "Permissions Violation" not in project.compose("logs", "--no-color")
 
 
-def test_down_removes_all_containers_volumes_and_networks(mesh: Project) -> None:
-    assert mesh.left()
-    mesh.down()
-    assert mesh.left() == []
+def test_down_removes_all_containers_volumes_and_networks(project: Project) -> None:
+    assert project.left()
+    project.down()
+    assert project.left() == []

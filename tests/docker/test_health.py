@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr, TypeAdapter
+from pydantic import TypeAdapter
 
 from shared.contracts import subjects
 from shared.contracts.admin import ClusterView, ViewCluster
@@ -23,6 +23,7 @@ from shared.messaging import Mesh
 from shared.messaging.streams import migrations_bucket
 from shared.settings import CommonSettings
 from tests.docker.engine import ROOT
+from tests.support.mesh_client import connected_mesh
 from tests.support.servers import NatsServer
 
 WITHIN_S = 60.0
@@ -38,10 +39,8 @@ def check_container(file: Path) -> tuple[int, str]:
 
 @pytest.fixture
 async def mesh(own_nats: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
-    await mesh.start()
-    yield mesh
-    await mesh.stop()
+    async with connected_mesh(own_nats) as mesh:
+        yield mesh
 
 
 async def test_scheduler_is_healthy_while_the_mesh_has_a_leader(mesh: Mesh) -> None:

@@ -77,31 +77,31 @@ def suspending(
         project.down()
 
 
-def instance(mesh: Project) -> dict[str, Any]:
-    found: list[dict[str, Any]] = json.loads(mesh.execute("gateway", "thaw", "ps", "--json"))["instances"]
+def instance(project: Project) -> dict[str, Any]:
+    found: list[dict[str, Any]] = json.loads(project.execute("gateway", "thaw", "ps", "--json"))["instances"]
     return found[-1]
 
 
-def text(mesh: Project) -> str:
+def text(project: Project) -> str:
     body = {"model": "m", "prompt": "once", "max_tokens": 12, "temperature": 0}
-    answer = httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=150, trust_env=False)
+    answer = httpx.post(f"{project.url}/v1/completions", json=body, timeout=150, trust_env=False)
     assert answer.is_success, answer.text
     return str(answer.json()["choices"][0]["text"])
 
 
 def test_an_engine_in_a_container_is_paged_out_and_resumed(suspending: Project) -> None:
-    mesh = suspending
-    mesh.execute("gateway", "thaw", "models", "add", "m", "/models/60m", "--keep-alive", "-1")
-    before = text(mesh)
-    ready = instance(mesh)
-    mesh.execute("gateway", "thaw", "sleep", "m")
-    suspended = instance(mesh)
-    assert suspended["state"] == "suspended", "\n".join((json.dumps(suspended), json.dumps(ready), mesh.logs("nodeagent")))
+    project = suspending
+    project.execute("gateway", "thaw", "models", "add", "m", "/models/60m", "--keep-alive", "-1")
+    before = text(project)
+    ready = instance(project)
+    project.execute("gateway", "thaw", "sleep", "m")
+    suspended = instance(project)
+    assert suspended["state"] == "suspended", "\n".join((json.dumps(suspended), json.dumps(ready), project.logs("nodeagent")))
     assert suspended["freed_by_last_suspend_bytes"] > 64 << 20
     assert suspended["reserved_bytes"] < ready["reserved_bytes"] / 2
-    assert text(mesh) == before
-    assert instance(mesh)["state"] == "ready"
-    assert instance(mesh)["pids"] == ready["pids"]
+    assert text(project) == before
+    assert instance(project)["state"] == "ready"
+    assert instance(project)["pids"] == ready["pids"]
 
 
 def test_nodeagent_has_exactly_two_capabilities(suspending: Project) -> None:

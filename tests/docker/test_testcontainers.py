@@ -10,10 +10,10 @@ import asyncpg
 import pytest
 
 from tests.contract import test_mesh
-from tests.contract.conftest import mesh
 from tests.docker.engine import image_of
 from tests.integration.scheduler import test_flow
 from tests.integration.scheduler.conftest import site, tracing
+from tests.support.mesh_client import mesh
 
 __all__ = ["mesh", "site", "tracing"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::DeprecationWarning")]

@@ -5,11 +5,10 @@ Run `python -m pytest tests/gpu`. The tests go from a checkpoint to tokens.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr
 
 from shared.contracts import subjects
 from shared.contracts.loader import AttachWeights, ReleaseWeights, WeightsAttached, WeightsReleased
@@ -18,7 +17,6 @@ from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
 from shared.contracts.segment import CudaIpcHandle
 from shared.errors import DeviceMissing
 from shared.messaging import Mesh
-from shared.settings import CommonSettings
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.support.engines import Engines
 from tests.support.servers import NatsServer
@@ -48,14 +46,6 @@ def loader(cuda: CudaRuntime, nats_server: NatsServer, tmp_path: Path) -> Iterat
     process.start()
     yield process
     process.close()
-
-
-@pytest.fixture
-async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await mesh.start()
-    yield mesh
-    await mesh.stop()
 
 
 async def answer(engines: Engines, card: ModelCard) -> tuple[str, list[int]]:

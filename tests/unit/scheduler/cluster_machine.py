@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from services.scheduler.domain.busy import is_busy, is_node_lost_soon
 from services.scheduler.domain.decide import decide
@@ -14,17 +14,14 @@ from services.scheduler.domain.events import Tick
 from services.scheduler.domain.lifecycle.scale_down import stop_reason
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.accounting import booking_of
-from services.scheduler.domain.state.changes import Put, apply
-from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import Waiter
-from shared.contracts.node import Capability, InstanceState
+from shared.contracts.node import Capability
 from shared.errors import CheckpointInvalid, EngineFailed
 from simulator.policies import PROFILES
 from tests.support.fake_node import MIB
-from tests.unit.scheduler.world import World
+from tests.unit.scheduler.scheduler_machine import SchedulerMachine
 
-READY, LOADING, DRAINING = InstanceState.READY, InstanceState.LOADING, InstanceState.DRAINING
 NAMES = ("a", "b", "c", "pinned", "many")
 NODES = ("n1", "n2")
 name = st.sampled_from(NAMES)
@@ -35,17 +32,14 @@ SETTLED_ROUNDS = 12
 """Rounds of half a second after every request was served, longer than the time until preemption."""
 
 
-class Cluster(RuleBasedStateMachine):
+class Cluster(SchedulerMachine, nodes=NODES):
     """One node with room for two models, one for one; five models of 324 MiB each."""
 
     profile = "thaw"
 
     def __init__(self) -> None:
-        super().__init__()
-        self.w = World(policy=Policy(profile=PROFILES[self.profile], preempt_after_s=5.0, starve_after_s=20.0))
+        super().__init__(Policy(profile=PROFILES[self.profile], preempt_after_s=5.0, starve_after_s=20.0))
         self.checked_stops = 0
-        self.silent: set[str] = set()
-        self.waiting: dict[str, int] = {}
 
     @initialize()
     def begin(self) -> None:
@@ -59,9 +53,6 @@ class Cluster(RuleBasedStateMachine):
             # bytes.
             hosted: dict[str, Any] = {"engine": "vllm", "memory": 324 * MIB} if n == "c" else {}
             self.w.model(n, pin=n == "pinned", park=n in NAMES[:2], keep_alive=20, replicas=replicas, **hosted)
-
-    def speakers(self) -> tuple[str, ...]:
-        return tuple(n for n in NODES if n not in self.silent)
 
     @rule(
         model=name,
@@ -97,47 +88,15 @@ class Cluster(RuleBasedStateMachine):
             self.w.now += step
             self.w.report(*self.speakers()) if self.speakers() else None
             self.w.tick(nodes_report=False)
-            for model, waiting in self.waiting.items():
-                if waiting:
-                    self.w.demand(model, waiting)
-
-    @rule(n=node)
-    def starts_succeed(self, n: str) -> None:
-        for r in self.w.agents[n].instances.values():
-            if r.state is LOADING:
-                r.state, r.idle_since = READY, self.w.now
-
-    @rule(n=node, bad=st.booleans())
-    def starts_fail(self, n: str, bad: bool) -> None:
-        error = (CheckpointInvalid if bad else EngineFailed)("it failed").body()
-        for r in self.w.agents[n].instances.values():
-            if r.state is LOADING:
-                r.state, r.error = InstanceState.FAILED, error
-
-    @rule(n=node)
-    def stops_finish(self, n: str) -> None:
-        self.w.agents[n].finish_stops()
+            self.repeat_demand()
 
     @rule(model=name, active=st.integers(0, 3))
     def serve(self, model: str, active: int) -> None:
-        for r in self.w.of(model, READY, DRAINING):
-            if r.state is READY or active < r.active:
-                r.completed += max(0, r.active - active)
-                r.active, r.idle_since = active, self.w.now
+        super().serve(model, active)
 
-    @rule(n=node)
-    def say(self, n: str) -> None:
-        if n not in self.silent:
-            self.w.report(n)
-
-    @rule(n=node)
-    def fall_silent(self, n: str) -> None:
-        self.silent.add(n)
-
-    @rule(n=node)
-    def return_(self, n: str) -> None:
-        self.silent.discard(n)
-        self.w.report(n)
+    @rule(n=node, bad=st.booleans())
+    def starts_fail(self, n: str, bad: bool) -> None:
+        self.fail_starts(n, (CheckpointInvalid if bad else EngineFailed)("it failed").body())
 
     @rule(n=node)
     def reboot(self, n: str) -> None:
@@ -153,10 +112,6 @@ class Cluster(RuleBasedStateMachine):
     @rule(model=name)
     def sleep(self, model: str) -> None:
         self.w.sleep(model)
-
-    @rule(n=node, action=st.sampled_from(("cordon", "uncordon", "drain")))
-    def change_node(self, n: str, action: str) -> None:
-        self.w.change_node(n, action)
 
     @precondition(lambda self: not self.silent)
     @rule()
@@ -180,14 +135,8 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def indexes_are_what_the_tables_say(self) -> None:
         kept = self.w.state
-        rebuilt = ClusterState(epoch=kept.epoch, keep_alive_rule=kept.keep_alive_rule)
         tables = (kept.models, kept.nodes, kept.presence, kept.loaders, kept.reports, kept.estimates, kept.instances)
-        apply(rebuilt, [Put(e) for table in tables for e in table.values()])
-        assert rebuilt.bookings == kept.bookings
-        assert rebuilt.claimed == kept.claimed
-        for index in ("by_model", "by_node", "by_device", "in_memory", "on_disk", "measured_on"):
-            had, have = getattr(rebuilt, index), getattr(kept, index)
-            assert {k: set(v) for k, v in had.items()} == {k: set(v) for k, v in have.items()}, index
+        rebuilt = self.rebuild_indexes(tables, ("by_model", "by_node", "by_device", "in_memory", "on_disk", "measured_on"))
         assert (rebuilt.aliases, rebuilt.kept_running, rebuilt.deadlines) == (kept.aliases, kept.kept_running, kept.deadlines)
 
     @invariant()
@@ -254,12 +203,7 @@ class Cluster(RuleBasedStateMachine):
         while rounds < 160 and settled < SETTLED_ROUNDS:
             rounds, settled = rounds + 1, 0 if unanswered() or waiting_wakes() else settled + 1
             w.now += 0.5
-            for agent in w.agents.values():
-                for r in agent.instances.values():
-                    if r.state is LOADING:
-                        r.state, r.idle_since = READY, w.now
-                    r.active = int(r.state is READY)
-                agent.finish_stops()
+            self.settle(serves=True)
             w.tick()
             for n in wanted - served:
                 if w.demand(n, 1).outlook == "ready":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.effects import PublishLoadFailed, SendStart
@@ -21,14 +21,13 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
 from shared.contracts.model_info import LayerSizes
 from shared.contracts.models import ModelSpec, Slo
-from shared.contracts.node import InstanceState
 from shared.errors import EngineFailed
 from tests.support.fake_node import MIB, model_info
 from tests.unit.scheduler.fake_agents import Running
+from tests.unit.scheduler.scheduler_machine import SchedulerMachine
 from tests.unit.scheduler.staged_models import add_group
 from tests.unit.scheduler.world import World
 
-READY, LOADING, DRAINING = InstanceState.READY, InstanceState.LOADING, InstanceState.DRAINING
 GROUPS = {"g2": 2, "h2": 2, "g3": 3}
 FAR = "far"
 """A model that the scheduler divides, and whose groups need full workers."""
@@ -50,14 +49,11 @@ def add_far_model(w: World, name: str, **options: Any) -> None:
     apply(w.state, [Put(Estimate(name, ANYWHERE, {TOKEN: Parameter(55.0, 0.0, 5)}))])
 
 
-class Groups(RuleBasedStateMachine):
+class Groups(SchedulerMachine, nodes=NODES):
     """Four nodes with a device each, three of which have room for two stages or models."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.w = World(policy=Policy(preempt_after_s=5.0, starve_after_s=20.0))
-        self.silent: set[str] = set()
-        self.waiting: dict[str, int] = {}
+        super().__init__(Policy(preempt_after_s=5.0, starve_after_s=20.0))
 
     @initialize()
     def begin(self) -> None:
@@ -74,7 +70,7 @@ class Groups(RuleBasedStateMachine):
                 self.w.model(n, keep_alive=20)
 
     def serving(self, model: str) -> list[Running]:
-        return [r for r in self.w.of(model, READY, DRAINING) if r.group is None or r.group.index == 0]
+        return [r for r in super().serving(model) if r.group is None or r.group.index == 0]
 
     @rule(model=name, waiting=st.integers(0, 3))
     def demand(self, model: str, waiting: int) -> None:
@@ -101,53 +97,18 @@ class Groups(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.25, 1.0, 3.0)))
     def pass_time(self, seconds: float) -> None:
         self.w.now += seconds
-        if speakers := [n for n in NODES if n not in self.silent]:
+        if speakers := self.speakers():
             self.w.report(*speakers)
         self.w.tick(nodes_report=False)
-        for model, waiting in self.waiting.items():
-            if waiting:
-                self.w.demand(model, waiting)
-
-    @rule(n=node)
-    def starts_succeed(self, n: str) -> None:
-        for r in self.w.agents[n].instances.values():
-            if r.state is LOADING:
-                r.state, r.idle_since = READY, self.w.now
-
-    @rule(n=node)
-    def starts_fail(self, n: str) -> None:
-        for r in self.w.agents[n].instances.values():
-            if r.state is LOADING:
-                r.state, r.error = InstanceState.FAILED, EngineFailed("it failed").body()
-
-    @rule(n=node)
-    def stops_finish(self, n: str) -> None:
-        self.w.agents[n].finish_stops()
+        self.repeat_demand()
 
     @rule(model=name, active=st.integers(0, 2))
     def serve(self, model: str, active: int) -> None:
-        for r in self.serving(model):
-            if r.state is READY or active < r.active:
-                r.completed += max(0, r.active - active)
-                r.active, r.idle_since = active, self.w.now
+        super().serve(model, active)
 
     @rule(n=node)
-    def say(self, n: str) -> None:
-        if n not in self.silent:
-            self.w.report(n)
-
-    @rule(n=node)
-    def fall_silent(self, n: str) -> None:
-        self.silent.add(n)
-
-    @rule(n=node)
-    def return_(self, n: str) -> None:
-        self.silent.discard(n)
-        self.w.report(n)
-
-    @rule(n=node, action=st.sampled_from(("cordon", "uncordon", "drain")))
-    def change_node(self, n: str, action: str) -> None:
-        self.w.change_node(n, action)
+    def starts_fail(self, n: str) -> None:
+        self.fail_starts(n, EngineFailed("it failed").body())
 
     @precondition(lambda self: not self.silent)
     @rule()
@@ -213,7 +174,6 @@ class Groups(RuleBasedStateMachine):
     @invariant()
     def indexes_are_what_the_tables_say(self) -> None:
         kept = self.w.state
-        rebuilt = ClusterState(epoch=kept.epoch, keep_alive_rule=kept.keep_alive_rule)
         tables = (
             kept.models,
             kept.nodes,
@@ -224,12 +184,7 @@ class Groups(RuleBasedStateMachine):
             kept.instances,
             kept.full_workers,
         )
-        apply(rebuilt, [Put(e) for table in tables for e in table.values()])
-        assert rebuilt.bookings == kept.bookings
-        assert rebuilt.claimed == kept.claimed
-        for index in ("stages_on", "stages_of", "promised_on"):
-            had, have = getattr(rebuilt, index), getattr(kept, index)
-            assert {k: set(v) for k, v in had.items()} == {k: set(v) for k, v in have.items()}, index
+        self.rebuild_indexes(tables, ("stages_on", "stages_of", "promised_on"))
 
     def teardown(self) -> None:
         """From now on all nodes behave, and every request is served: no claim waits for ever."""
@@ -241,12 +196,7 @@ class Groups(RuleBasedStateMachine):
         before = len(w.sent(PublishLoadFailed))
         for _ in range(160):
             w.now += 0.5
-            for agent in w.agents.values():
-                for r in agent.instances.values():
-                    if r.state is LOADING:
-                        r.state, r.idle_since = READY, w.now
-                    r.active = 0
-                agent.finish_stops()
+            self.settle(serves=False)
             w.tick()
             failed = {e.event.model for e in w.sent(PublishLoadFailed)[before:]}
             for n in sorted(wanted - served - failed):

@@ -112,7 +112,8 @@ def _tiles(trace: RequestTrace) -> None:
     """Check that the rows tile the critical path.
 
     Every column is solid on some row, no row waits longer than it lasts, and the printed parts sum
-    to the printed total.
+    to the printed total. The total is the sum of the row times, rounded: beside a half of a
+    millisecond, it and the rounded TTFT can differ by 1, as the sum has a rounding error.
     """
     assert trace.ttft_ms is not None
     shown = rows(trace.spans, trace.critical_path, 0, trace.ttft_ms, 40)
@@ -124,7 +125,8 @@ def _tiles(trace: RequestTrace) -> None:
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]  # it is the StringIO above
     printed = [int(m[1]) for line in lines if (m := re.search(r"^\w.*\d\.\d +(\d+) *$", line))]
     total = next(int(line.split()[-1]) for line in lines if line.startswith("total "))
-    assert sum(printed) == total == round(trace.ttft_ms)
+    assert sum(printed) == total
+    assert abs(total - trace.ttft_ms) <= 0.5 + 1e-9
 
 
 @given(st.lists(_span(), max_size=10), st.floats(min_value=1, max_value=1000))

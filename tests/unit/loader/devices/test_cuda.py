@@ -12,6 +12,7 @@ import pytest
 
 from shared.contracts.segment import CudaIpcHandle
 from shared.errors import DeviceFailed, InsufficientMemory
+from tests.support.launcher import until
 from tests.unit.loader.devices.behaviour import PAGE, SEGMENT, DeviceBehaviour, Host
 from tests.unit.loader.devices.fake_driver import TOTAL, FakeDriver
 from tests.unit.loader.devices.ipc_memory import opened
@@ -149,6 +150,8 @@ class TestCuda(DeviceBehaviour):
         done: list[int] = []
         releasing = threading.Thread(target=lambda: done.append(arena.release()))
         releasing.start()
+        assert isinstance(device, CudaDevice)
+        until(lambda: not device._arenas, 60, "the release has begun")
         releasing.join(0.05)
         assert releasing.is_alive()
         assert len(self.driver.memory) == 1

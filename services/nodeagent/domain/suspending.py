@@ -377,6 +377,7 @@ def on_assessed(transition: Transition, event: Assessed) -> None:
         return
     p = instance.suspend_state
     if p.freezing:  # 1
+        retry_deferred(transition, event.instance_id)  # 3
         return
     outlook = event.outlook
     if p.resumes and outlook.way == p.outlook.way:

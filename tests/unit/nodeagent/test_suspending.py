@@ -118,6 +118,17 @@ def test_4_resuming_instance_is_suspended_again_once_ready(w: World, *, only_if_
     assert not w["i"].stop_asked
 
 
+def test_4_deferred_suspend_is_answered_by_an_assessment_after_the_freeze(w: World) -> None:
+    w.suspended()
+    w.receive(e.ResumeCommand(resume(), 3))
+    assert not w.receive(e.SuspendCommand(suspend(), 4))
+    w.receive(e.Resumed("i", 60))
+    w.receive(e.SuspendCommand(suspend(), 5))
+    w.receive(e.PauseAnswered("i", False))
+    assert replies(w.receive(e.Assessed("i", POSSIBLE, 60))) == [None]
+    assert not w.state.deferred_suspends
+
+
 def test_4_a_failed_resume_is_not_restarted_for_a_suspension(w: World) -> None:
     w.suspended()
     w.receive(e.ResumeCommand(resume(), 3))

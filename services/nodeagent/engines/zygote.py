@@ -42,6 +42,8 @@ not.
 _START_WITHIN_S = 120.0
 _FORK_WITHIN_S = 60.0
 _RESTART_WAITS_S = (0.1, 0.5, 2.0, 5.0)
+_REPORTS_EXITS_WITHIN_S = 10.0
+"""A living zygote may not run for seconds on a busy machine."""
 _LINE_LIMIT = 4 * 1024 * 1024
 _KEPT_STATUSES = 256
 
@@ -66,6 +68,8 @@ class ZygoteLauncher:
         self._warm = asyncio.Event()
         self._forking: dict[str, asyncio.Future[int]] = {}
         self._statuses: dict[int, asyncio.Future[int]] = {}
+        self._forked: set[int] = set()
+        """Processes that the present zygote forked for this agent and has not reported as ended."""
 
     def name_for(self, start: EngineStart) -> str:
         return "zygote" if self._connected.is_set() and self._has_replied else NEW_ZYGOTE
@@ -141,10 +145,22 @@ class ZygoteLauncher:
             self._forking.pop(start.instance_id, None)
 
     async def exit_status(self, pid: int, within_s: float) -> int | None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                return await asyncio.shield(self._status(pid))
-        return None
+        """Return the exit status that the zygote reports, or None without a report in time.
+
+        The report of a connected zygote that is the parent of the process is awaited for longer.
+        """
+        status, clock = self._status(pid), asyncio.get_running_loop().time
+        began = clock()
+        while not status.done():
+            waited_s = clock() - began
+            if waited_s >= (max(within_s, _REPORTS_EXITS_WITHIN_S) if self._will_report(pid) else within_s):
+                return None
+            await asyncio.wait((status,), timeout=within_s)
+        return status.result()
+
+    def _will_report(self, pid: int) -> bool:
+        """True if the connected zygote is the parent of this process, which has ended."""
+        return self._connected.is_set() and (pid in self._forked or _zombie_parent(pid) == self._pid)
 
     async def clean_up(self, instance_id: str, card: ModelCard) -> None:
         """No-op: builtin engines consist only of processes."""
@@ -240,12 +256,14 @@ class ZygoteLauncher:
                 if future is not None and not future.done():
                     future.set_exception(from_body(message.error))
             case EngineExited():
+                self._forked.discard(message.pid)
                 status = self._status(message.pid)
                 if not status.done():
                     status.set_result(message.returncode)
 
     def _settle(self, instance_id: str, pid: int) -> None:
         self._statuses.pop(pid, None)  # an earlier process with this pid
+        self._forked.add(pid)
         future = self._forking.get(instance_id)
         if future is not None and not future.done():
             future.set_result(pid)
@@ -258,6 +276,7 @@ class ZygoteLauncher:
         return self._statuses[pid]
 
     def _abandon(self) -> None:
+        self._forked.clear()
         for future in self._forking.values():
             if not future.done():
                 future.set_exception(ConnectionResetError("the zygote died"))
@@ -271,6 +290,15 @@ def _peer(writer: asyncio.StreamWriter) -> int:
     connection = writer.get_extra_info("socket")
     pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(pid)
+
+
+def _zombie_parent(pid: int) -> int | None:
+    """Return the parent of an ended process that was not waited for; None for any other."""
+    try:
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return int(parent) if state == "Z" else None
 
 
 async def _wait_for_end(pidfd: int, within_s: float) -> bool:

@@ -172,7 +172,7 @@ class Site:
         return record.migration_id
 
     async def record(self, key: str) -> MigrationRecord:
-        bucket = await migrations_bucket(self.mesh.nc.jetstream(timeout=2))
+        bucket = await migrations_bucket(self.mesh.nc.jetstream(timeout=60))  # the server may not run for seconds
         return MigrationRecord.model_validate_json((await bucket.get(key)).value or b"")
 
     async def over(self, key: str, within: float = 60.0) -> MigrationRecord:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from services.nodeagent.engines.zygote import ZygoteLauncher
-from shared.contracts.engine import EngineStart, ZygoteFailure
+from shared.contracts.engine import EngineExited, EngineForked, EngineStart, ZygoteFailure
 from shared.contracts.executor import ExecutorStart
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import NEW_ZYGOTE
@@ -120,6 +120,41 @@ async def test_launcher_is_warm_once_its_zygote_is_ready_or_has_failed(tmp_path:
         assert zygotes.name_for(cast("EngineStart", None)) == launcher
         await zygotes.close()
         await asyncio.wait_for(running, 60)
+
+
+@pytest.mark.parametrize("reports", [True, False], ids=["late report", "lost zygote"])
+async def test_exit_status_is_awaited_while_its_zygote_is_connected(tmp_path: Path, reports: bool) -> None:
+    pid, resumed, closed = 2**22 + 1, asyncio.Event(), asyncio.Event()  # no process has this id
+
+    async def fork(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(EngineForked(instance_id="x", pid=pid).model_dump_json().encode() + b"\n")
+        await resumed.wait()
+        if reports:
+            writer.write(EngineExited(instance_id="x", pid=pid, returncode=3).model_dump_json().encode() + b"\n")
+            await reader.read()
+        writer.close()
+        closed.set()
+
+    start = ExecutorStart(executor_id="x", node="n", device="cpu:0", log_path=str(tmp_path / "log"), current_path="c")
+    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
+        path = Path(directory) / "z"
+        async with await asyncio.start_unix_server(fork, path) as server:
+            zygotes = ZygoteLauncher(path, tmp_path / "zygote.log", {}, "tests.support.no_such_module")
+            running = asyncio.create_task(zygotes.run())
+            try:
+                assert await zygotes.launch(start) == pid
+                status = asyncio.create_task(zygotes.exit_status(pid, 0.01))
+                await asyncio.wait((status,), timeout=0.1)
+                assert not status.done()
+                server.close()  # a lost zygote is not found again
+                resumed.set()
+                assert await status == (3 if reports else None)
+            finally:
+                await end(running)
+                assert zygotes._writer is not None
+                zygotes._writer.close()
+                await closed.wait()
 
 
 async def test_a_start_that_an_older_zygote_cannot_decode_fails(tmp_path: Path) -> None:

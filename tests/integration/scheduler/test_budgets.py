@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from shared.contracts.usage import Period
 from tests.integration.gateway.api_keys import ADMIN, add_key
 from tests.integration.gateway.conftest import Served, until
 from tests.integration.scheduler.conftest import Site, spec
-from tests.integration.scheduler.metering import HOUR, PRICES, ask
+from tests.integration.scheduler.metering import PRICES, ask
 from tests.integration.scheduler.serving import gateway, serving_node
 from tests.support.fake_node import MIB
 
@@ -72,9 +73,10 @@ async def test_a_budget_holds_on_all_gateways_and_ends_with_its_period(site: Sit
 
         # What both used costs money at once, and the message names the currency.
         await change(one, "team", tokens_per_day=None, money_per_month="0.000001")
+        await until(lambda: _has_budget(two, "money_per_month"))
         _, error = await spend(two, "sk-team")
         assert "0.000001 EUR per month" in error.message
-        month = Period.of_hour(HOUR).month_end
+        month = Period.of_hour(int(time.time() // 3600)).month_end
         assert f"The month ends at {_day_of(month)}" in error.message
 
         # Each request of the fake engine takes a quarter of a device-second.
@@ -83,6 +85,8 @@ async def test_a_budget_holds_on_all_gateways_and_ends_with_its_period(site: Sit
         await until(lambda: _has_device_seconds(one, two, size))
         used_s = (await spending(two))["day_device_s"]
         await change(one, "team", device_seconds_per_day=used_s + 0.3)
+        # The third request is refused only by a gateway that has received the new budget.
+        await until(lambda: _has_budget(two, "device_seconds_per_day", used_s + 0.3))
         _, error = await spend(two, "sk-team")
         assert f"budget of {used_s + 0.3:.12g} device-seconds per day" in error.message
         assert error.code == "insufficient_quota"
@@ -103,6 +107,12 @@ async def _has_device_seconds(one: Served, two: Served, size: int) -> bool:
     """Both gateways show the same usage, of a quarter of a device-second for each request."""
     shown = [await spending(served) for served in (one, two)]
     return all(s["day_device_s"] == s["day_tokens"] / size / 4 for s in shown) and shown[0] == shown[1]
+
+
+async def _has_budget(served: Served, field: str, amount: float | None = None) -> bool:
+    """The gateway has received the key with this budget, or any."""
+    (key,) = [k for k in (await served.http.get("/admin/v1/keys", headers=ADMIN)).json()["keys"] if k["name"] == "team"]
+    return key[field] is not None if amount is None else bool(key[field] == amount)
 
 
 async def _is_known(served: Served, key: str) -> bool:

@@ -350,8 +350,9 @@ async def test_the_command_prints_json_and_csv(served: Served) -> None:
 
     (row,) = json.loads(await run("--by", "model,key", "--json"))["rows"]
     assert (row["model"], row["key"], row["counts"]["requests"]) == ("a", "", 1)
-    header, line = (await run("--by", "key,hour", "--csv")).splitlines()
+    header, *lines = (await run("--by", "key,hour", "--csv")).splitlines()
     assert header.startswith("key,hour,requests,failed,prompt_tokens")
+    (line,) = [found for found in lines if found.split(",")[2] != "0"]  # in the next hour there is only memory held
     assert line.startswith("(no key),")
     assert line.split(",")[2] == "1"
     titles, *_ = (await run("--by", "day", "--phases")).splitlines()

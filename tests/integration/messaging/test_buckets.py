@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
-from pydantic import SecretStr
 
 from shared import tasks
 from shared.messaging import Mesh, buckets
 from shared.messaging.buckets import BucketWatcher
 from shared.messaging.consumers import watching
-from shared.settings import CommonSettings
+from tests.support.mesh_client import connected_mesh
 from tests.support.servers import NatsServer
 
 NAME = "watched"
@@ -67,16 +66,6 @@ class RecordedChanges:
             await self.changed.wait_for(lambda: self.entries == entries)
 
 
-@asynccontextmanager
-async def connected(server: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
-    await mesh.start()
-    try:
-        yield mesh
-    finally:
-        await mesh.stop()
-
-
 @pytest.fixture(autouse=True)
 def new_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Name the test's bucket.
@@ -88,7 +77,7 @@ def new_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
-    async with connected(nats_server) as mesh:
+    async with connected_mesh(nats_server) as mesh:
         yield mesh
         await mesh.nc.jetstream().delete_key_value(NAME)
 
@@ -282,7 +271,7 @@ async def test_flow_control_is_answered(mesh: Mesh) -> None:
 async def test_change_after_a_nats_restart_is_received_immediately(own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted server has lost the consumer. The check of the revision must not be needed."""
     monkeypatch.setattr(buckets, "_CHECK_S", 60.0)
-    async with connected(own_nats) as mesh, connected(own_nats) as other:
+    async with connected_mesh(own_nats) as mesh, connected_mesh(own_nats) as other:
         bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
         await bucket.put("a", b"1")
         async with watched(mesh) as mirror:
@@ -296,7 +285,7 @@ async def test_change_after_a_nats_restart_is_received_immediately(own_nats: Nat
 
 
 async def test_watch_that_ended_while_disconnected_is_not_restored(own_nats: NatsServer) -> None:
-    async with connected(own_nats) as mesh:
+    async with connected_mesh(own_nats) as mesh:
         bucket = await mesh.nc.jetstream().create_key_value(bucket=NAME, history=1)
         async with watching(bucket) as watcher:
             await watcher.updates(timeout=60)

@@ -242,9 +242,9 @@ async def _join(gateway: Gateway, group: asyncio.TaskGroup) -> None:
         following = BucketWatcher(mesh, bucket, copy, own_writes)
         gateway.tasks.append(group.create_task(following.run(), name=bucket.__name__))
         if copy is cards:
-            gateway.catalog_watcher = following
+            gateway.readiness.catalog_watcher = following
         elif copy is keys:
-            gateway.keys_watcher = following
+            gateway.readiness.keys_watcher = following
     await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
 
 
@@ -293,7 +293,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
 
 
 async def _find_faults(gateway: Gateway) -> str:
-    return "; ".join(gateway.not_ready_reasons())
+    return "; ".join(gateway.readiness.not_ready_reasons())
 
 
 def _load_tls(config: uvicorn.Config) -> str:
@@ -335,7 +335,7 @@ async def _finish(gateway: Gateway, server: HttpServer, serving: asyncio.Task[No
     await gateway.settle(_FLUSH_TIMEOUT_S)
     with contextlib.suppress(TimeoutError, NatsError):
         async with asyncio.timeout(_FLUSH_TIMEOUT_S):
-            if gateway.has_joined:
+            if gateway.readiness.has_joined:
                 await gateway.rate_limits.announce(leaving=True)
             await asyncio.gather(gateway.request_log.flush(_FLUSH_TIMEOUT_S), gateway.objectives.flush(), gateway.usage.flush())
     gateway.usage.close()

@@ -25,10 +25,10 @@ from services.gateway.adapters.request_probe import RequestProbe
 from services.gateway.adapters.response_store import ResponseStore
 from services.gateway.adapters.tokenizer_files import TokenizerFiles
 from services.gateway.adapters.usage_meter import OPEN_INTERVAL_S, UsageMeter
-from services.gateway.authorization import INFERENCE_PREFIXES, Authorizer
+from services.gateway.authorization import Authorizer
 from services.gateway.domain.admission import Admission, ByteLimits
 from services.gateway.domain.batches.pacing import BATCH_PRIORITY
-from services.gateway.domain.catalog import Catalog, unknown_model
+from services.gateway.domain.catalog import Catalog
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.engine_request import EngineRequest
 from services.gateway.domain.latency_log import LatencyLog
@@ -39,6 +39,7 @@ from services.gateway.domain.stored_responses import StorageBounds
 from services.gateway.domain.ticket import Stage, Ticket
 from services.gateway.idempotency.followed import record_followed
 from services.gateway.idempotency.idempotent_request import IdempotentRequest
+from services.gateway.readiness import Readiness
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.requests.active_view import view_active
 from services.gateway.requests.sink import TokenSink
@@ -50,9 +51,8 @@ from shared.contracts.demand import Demand, DemandNoted, LoadFailed
 from shared.contracts.latencies import LatenciesViewed
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, NodeChanges, NodeStatus
-from shared.errors import AuthenticationFailed, ModelNotFound, ShuttingDown, ThawError, Unavailable
+from shared.errors import AuthenticationFailed, ModelNotFound, ShuttingDown, ThawError
 from shared.messaging import Mesh
-from shared.messaging.buckets import BucketWatcher
 from shared.node_statuses import NodeStatuses
 from shared.tasks import end
 from shared.telemetry.tracing import traceparent
@@ -61,10 +61,6 @@ TICK_S = 0.1
 IDLE_TICK_S = 1.0
 PAUSED_S = 1.0
 """A tick this late shows that the process was paused: stopped, or starved of CPU time."""
-_STARTING_RETRY_MS = 1_000
-_ADMIN_WAIT_S = 2.0
-_CATALOG_TIMEOUT_S = 2.0
-_KEYS_TIMEOUT_S = 2.0
 
 
 def byte_limits(settings: GatewaySettings) -> ByteLimits:
@@ -102,8 +98,6 @@ class Gateway:
         self.mesh = mesh
         self.settings = settings
         self.catalog = Catalog()
-        self.catalog_watcher: BucketWatcher | None = None
-        self.keys_watcher: BucketWatcher | None = None
         self.request_log = request_log
         self.dispatcher = Dispatcher(self.id, self)
         self.engines = EngineClient(mesh, self.id)
@@ -114,7 +108,9 @@ class Gateway:
         self.idempotency = IdempotencyStore(mesh, self.id, settings.idempotency_ttl, settings.idempotency_bytes)
         key_store = KeyStore(KeyMarker(settings.state / "gateway"))
         key_store.on_removed = self.on_key_removed
-        self.key_writer = KeyWriter(mesh, key_store, self._catch_up_keys)
+        self.closing = asyncio.Event()
+        self.readiness = Readiness(mesh, self.catalog, key_store, self.closing, settings.starting_timeout)
+        self.key_writer = KeyWriter(mesh, key_store, self.readiness.catch_up_keys)
         self.rate_limits = RateLimiter(mesh, self.id, key_store)
         self.authorizer = Authorizer(settings, key_store, is_exposed=is_exposed)
         self.admission = Admission(byte_limits(settings))
@@ -124,9 +120,6 @@ class Gateway:
         self.bodies = HeldBodies(mesh, self.id, settings.state / "gateway" / "bodies")
         self.prompt_lengths = PromptLengthChecker(TokenizerFiles(mesh, self.dispatcher.routes.nodes))
         self.tasks: list[asyncio.Task[None]] = []
-        self.has_joined = False
-        self.is_closing = False
-        self.closing = asyncio.Event()
         self._probe = RequestProbe(mesh, self.dispatcher)
         self._demand = DemandPublisher(mesh, self._on_demand_reply, self._on_demand_refused)
         self.objectives = ObjectivePublisher(mesh, ObjectiveCounter(self.id))
@@ -140,7 +133,6 @@ class Gateway:
         self._opened = asyncio.Event()
         self._ticket_ids: dict[str, str] = {}
         self._idempotent_tasks: set[asyncio.Task[None]] = set()
-        self._state_read = asyncio.Event()
 
     # Requests.
 
@@ -389,7 +381,7 @@ class Gateway:
         ]
         if self.usage.unresolved:
             self.tasks.append(group.create_task(record_followed(self.idempotency, self.usage), name="followed responses"))
-        self.has_joined = True
+        self.readiness.has_joined = True
 
     async def _note_open(self) -> None:
         """Note the device time of open requests at intervals, until cancelled."""
@@ -405,8 +397,7 @@ class Gateway:
             while True:
                 await self._wait_for_tick()
                 self.dispatcher.on_tick(time.monotonic())
-                if self._has_state_for("/v1/"):
-                    self._state_read.set()
+                self.readiness.on_tick()
 
     async def _wait_for_tick(self) -> None:
         """Wait until the next check: checks are rare while no request is in flight, to save CPU.
@@ -414,7 +405,7 @@ class Gateway:
         If the process was paused, the messages of that time are handled before the check.
         """
         began = time.monotonic()
-        if self._requests or not self._state_read.is_set():
+        if self._requests or not self.readiness.is_state_read:
             await asyncio.sleep(TICK_S)
         else:
             self._opened.clear()
@@ -423,69 +414,8 @@ class Gateway:
         if time.monotonic() - began > IDLE_TICK_S + PAUSED_S:
             await asyncio.sleep(IDLE_TICK_S)
 
-    def not_ready_reasons(self) -> list[str]:
-        """List why requests are refused now; empty if they are accepted."""
-        if not self.has_joined:
-            return ["not connected to NATS yet"]
-        reasons = {
-            "stopping": self.is_closing,
-            "not connected to NATS": not self.mesh.nc.is_connected,
-            "the catalogue has not been read": not self.catalog.complete,
-            "the API keys have not been read": not self.authorizer.store.complete,
-        }
-        return [reason for reason, holds in reasons.items() if holds]
-
-    async def wait_for_state(self, path: str) -> None:
-        """Wait until the models and API keys that `path` needs have been read.
-
-        Requests wait instead of failing, since a restart must not use up clients' few retries.
-
-        Raises:
-            Unavailable: They could not be read within `starting_timeout`.
-        """
-        if self._has_state_for(path):
-            return
-        timeout_s = self.settings.starting_timeout
-        if path.startswith("/admin/"):
-            timeout_s = min(timeout_s, _ADMIN_WAIT_S)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._state_read.wait(), timeout_s)
-        if not self._has_state_for(path):
-            reasons = ", ".join(self.not_ready_reasons())
-            raise Unavailable(f"The gateway is starting: {reasons}", retry_after_ms=_STARTING_RETRY_MS, should_retry=True)
-
-    def _has_state_for(self, path: str) -> bool:
-        keys_read = self.has_joined and self.authorizer.store.complete
-        if path.startswith("/admin/"):
-            return keys_read
-        return not path.startswith(INFERENCE_PREFIXES) or (keys_read and self.catalog.complete)
-
-    async def await_model(self, name: str) -> None:
-        """Let the catalogue catch up if it lacks a model: it may have been registered just now."""
-        if not self.catalog.has(name):
-            await self.catch_up_catalog()
-
-    async def hide_model(self, name: str) -> ModelNotFound:
-        """Return the error for a model that the caller's key may not use.
-
-        Takes as long as `await_model` does for a model that does not exist: response times do not
-        reveal which models exist.
-        """
-        await self.catch_up_catalog()
-        return unknown_model(name)
-
-    async def catch_up_catalog(self) -> None:
-        """Let the catalogue catch up with the registrations before this call."""
-        if self.catalog_watcher is not None:
-            await self.catalog_watcher.catch_up(_CATALOG_TIMEOUT_S)
-
-    async def _catch_up_keys(self) -> bool:
-        """Let the copy of the API keys catch up; False: it did not in time."""
-        return self.keys_watcher is not None and await self.keys_watcher.catch_up(_KEYS_TIMEOUT_S)
-
     def begin_closing(self) -> None:
         """Refuse new requests; active ones continue."""
-        self.is_closing = True
         self.closing.set()
         self.dispatcher.on_closing()
 

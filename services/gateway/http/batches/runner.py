@@ -47,7 +47,7 @@ class BatchRunner:
             while True:
                 active = mirror.active()
                 mirror.changed.clear()
-                if active and not self._gateway.is_closing:
+                if active and not self._gateway.closing.is_set():
                     await self._work(active)
                 elif not active:
                     await self._end_runs()

@@ -103,7 +103,7 @@ class Console:
 
     async def session(self, request: Request) -> Response:
         """Report what the session may do; the page asks for a key if it is too little."""
-        await self._gateway.wait_for_state("/admin/")
+        await self._gateway.readiness.wait_for_state("/admin/")
         viewer = self._caller("GET", _ADMIN)
         document: dict[str, Any] = {
             "view": viewer is not None,
@@ -118,7 +118,7 @@ class Console:
 
     async def login(self, request: Request) -> Response:
         """Exchange an API key for a session cookie."""
-        await self._gateway.wait_for_state("/admin/")
+        await self._gateway.readiness.wait_for_state("/admin/")
         body = validate_body(Login, await read_body(request.scope, request.receive, _MAX_LOGIN_BYTES))
         key_hash = hash_key(body.key.strip())
         if self._gateway.authorizer.find_caller(key_hash) is None:
@@ -132,7 +132,7 @@ class Console:
 
     async def events(self, request: Request) -> Response:
         """Stream the views that `?topics=` names, and their changes."""
-        await self._gateway.wait_for_state("/admin/")
+        await self._gateway.readiness.wait_for_state("/admin/")
         self._gateway.authorizer.check("GET", _ADMIN, {})
         topics = request.query_params.get("topics", "cluster").split(",")
         feeds = [self._feeds[topic] for topic in dict.fromkeys(topics) if topic in self._feeds]

@@ -126,7 +126,7 @@ class Admin:
             refuse_commands(body.specs)
         command = AddModels(specs=body.specs, prune=body.prune, reread=body.reread, replace=body.replace)
         reply = await self._request_scheduler(command, ModelsAdded)
-        await self._gateway.catch_up_catalog()
+        await self._gateway.readiness.catch_up_catalog()
         return reply
 
     async def latencies(self, request: Request) -> Response:
@@ -328,7 +328,7 @@ async def remove_model(gateway: Gateway, request: Request, name: str) -> Respons
     """Remove a model; with `?adapters=true` its LoRA adapters too."""
     with_adapters = request.query_params.get("adapters") == "true"
     done = await ask_scheduler(gateway, RemoveModel(name=name, with_adapters=with_adapters), Done)
-    await gateway.catch_up_catalog()
+    await gateway.readiness.catch_up_catalog()
     return json_response(done.model_dump(mode="json"))
 
 

@@ -39,13 +39,13 @@ class CountTokens:
         async with receive_request(gateway, scope, receive, limit, ("other",)) as received:
             body = received.body.content
             given = received.with_held(await self._parsers.parse("other", body, ROUTE, query, names))
-            await gateway.await_model(given.request.model)
+            await gateway.readiness.await_model(given.request.model)
             card = gateway.catalog.resolve(given.request.model)
             if not given.engine_request.is_json or ROUTE in card.routes:
                 await self._passthrough.infer(given, received.reservation, received.arrived_at, scope, receive, send)
                 return
             if not caller_of(scope).may_use(gateway.catalog.lora_adapter(given.request.model) or card):
-                raise await gateway.hide_model(given.request.model)
+                raise await gateway.readiness.hide_model(given.request.model)
             parsed = received.with_held(await self._parsers.parse("other", body, ROUTE, query, names, _NO_HISTORY))
             assert isinstance(parsed.request, ChatCompletionRequest)
             check_held(parsed.request, parsed.engine_request, card, limit)

@@ -30,7 +30,7 @@ class Doctor:
     async def diagnose(self, request: Request) -> Response:
         """Return the findings. A part that does not answer is a finding, not an error."""
         gateway = self._gateway
-        found = [examine_gateway(f"gateway {gateway.id}", gateway.not_ready_reasons())]
+        found = [examine_gateway(f"gateway {gateway.id}", gateway.readiness.not_ready_reasons())]
         try:
             view = await gateway.mesh.request(subjects.ADMIN, ViewCluster(brief=True), ClusterView, with_reports=True)
         except ThawError as e:

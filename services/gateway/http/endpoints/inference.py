@@ -93,7 +93,7 @@ class Inference:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with receive_request(self._gateway, scope, receive, self.body_limit(scope), (self._endpoint,)) as received:
             parsed = received.with_held(await self._parse(scope, received.body.content))
-            await self._gateway.await_model(parsed.request.model)
+            await self._gateway.readiness.await_model(parsed.request.model)
             await self.infer(parsed, received.reservation, received.arrived_at, scope, receive, send)
 
     async def _parse(self, scope: Scope, body: bytes) -> ParsedRequest:
@@ -117,7 +117,7 @@ class Inference:
         card = gateway.catalog.resolve(parsed.request.model)
         adapter = gateway.catalog.lora_adapter(parsed.request.model)
         if not caller_of(scope).may_use(adapter or card):
-            raise await gateway.hide_model(parsed.request.model)
+            raise await gateway.readiness.hide_model(parsed.request.model)
         reservation.name_model(card.name)
         if adapter is not None:
             parsed = replace(parsed, engine_request=replace(parsed.engine_request, lora_adapter=adapter))

@@ -46,10 +46,10 @@ class Info:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        await self._gateway.await_model(name)
+        await self._gateway.readiness.await_model(name)
         card = self._gateway.catalog.find_model(name)
         if not caller_of(request.scope).may_use(card):
-            raise await self._gateway.hide_model(name)
+            raise await self._gateway.readiness.hide_model(name)
         return json_response(model_object(card))
 
     async def health(self, request: Request) -> Response:
@@ -57,7 +57,7 @@ class Info:
 
     async def report_ready(self, request: Request) -> Response:
         """Report whether new requests are accepted."""
-        faults = self._gateway.not_ready_reasons()
+        faults = self._gateway.readiness.not_ready_reasons()
         state = {"status": "ready" if not faults else "not ready", "faults": faults, "models": len(self._gateway.catalog)}
         return json_response(state, 503 if faults else 200)
 

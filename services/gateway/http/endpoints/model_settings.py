@@ -64,6 +64,6 @@ class ModelSettings:
         changes = list_changes(before, after)
         if changes and not body.dry_run:
             await ask_scheduler(self._gateway, AddModels(specs=(after,), before=(before,)), ModelsAdded)
-            await self._gateway.catch_up_catalog()
+            await self._gateway.readiness.catch_up_catalog()
         done = SettingsChanged(name=name, version=version, changes=changes, is_applied=not body.dry_run)
         return json_response(done.model_dump(mode="json"))

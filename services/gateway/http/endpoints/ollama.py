@@ -104,10 +104,10 @@ class Ollama:
         name = body.model or body.name
         if not name:
             raise InvalidRequest("Missing required parameter: 'model'.", param="model")
-        await self._gateway.await_model(served_name(name))
+        await self._gateway.readiness.await_model(served_name(name))
         card = self._gateway.catalog.find_model(served_name(name))
         if not caller_of(request.scope).may_use(card):
-            raise await self._gateway.hide_model(name)
+            raise await self._gateway.readiness.hide_model(name)
         return json_response(shown_model(card))
 
     async def refuse(self, request: Request) -> Response:

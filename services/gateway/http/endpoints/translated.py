@@ -47,7 +47,7 @@ class TranslatedEndpoint(ABC):
         limit = self._passthrough.body_limit(scope)
         async with receive_request(self._gateway, scope, receive, limit, ("other", "chat")) as received:
             given = await self._parse(received, scope)
-            await self._gateway.await_model(given.request.model)
+            await self._gateway.readiness.await_model(given.request.model)
             routes = self._gateway.catalog.resolve(given.request.model).routes
             if not given.engine_request.is_json or scope["path"] in routes:
                 await self._passthrough.infer(given, received.reservation, received.arrived_at, scope, receive, send)

@@ -41,7 +41,7 @@ class ErrorBoundary:
 
         try:
             self._guard.check(scope)
-            await self._gateway.wait_for_state(scope["path"])
+            await self._gateway.readiness.wait_for_state(scope["path"])
             scope[CALLER] = self._gateway.authorizer.check(scope["method"], scope["path"], Headers(scope=scope))
             await self._app(scope, receive, send_tracked)
         except (ThawError, HTTPException) as e:

@@ -39,8 +39,8 @@ from pathlib import Path
 
 from bench.density_load import OK, Asking, Load, Outcome, ask_each, ask_in_turn, draw_arrivals, send
 from bench.density_mesh import DEVICES, BenchMesh, Setup, cached_models, mesh_of
-from bench.load_client import percentile
 from bench.report import median, write
+from shared.percentiles import percentile
 from shared.sizing import MIB
 
 VARIANTS = {

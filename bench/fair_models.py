@@ -29,8 +29,8 @@ import httpx
 import yaml
 
 from bench.cold_path import BenchMesh
-from bench.load_client import percentile
 from bench.report import machine, write
+from shared.percentiles import percentile
 from shared.ports import free_port
 from thaw.demo.models import make_demo_model
 

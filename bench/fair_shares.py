@@ -25,10 +25,10 @@ from pathlib import Path
 import httpx
 
 from bench.key_limits import add_key, await_key
-from bench.load_client import percentile
 from bench.prepared_engine import FREE, PACED
 from bench.report import write
 from bench.warm_targets import Processes, start_nats
+from shared.percentiles import percentile
 from shared.ports import free_port
 
 SLOTS, TOKENS, PACE_MS = 4, 20, 10.0

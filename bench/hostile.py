@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from rich.table import Table
 from bench.prepared_engine import FREE
 from bench.report import write
 from bench.warm_targets import Processes, start_nats
+from shared.percentiles import percentile
 from shared.ports import free_port
 
 SEED = 1
@@ -223,15 +224,11 @@ async def crowd(gateway: Gateway, idle: int, slow: int, figures: dict[str, float
     figures["crowd.idle_connections"] = idle - refused
     figures["crowd.connect_failed"] = refused
     figures["crowd.memory_per_connection_kb"] = (gateway.peak() - before) / len(writers) / 1024
-    figures["crowd.health_p99_ms"] = percentile(taken, 0.99)
+    figures["crowd.health_p99_ms"] = percentile(taken, 99)
     figures["crowd.stall_cpu_ms"] = used
     figures["crowd.stall_wall_ms"] = late
     for writer in writers:
         writer.transport.abort()
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def latencies(url: str, seconds: float) -> list[float]:
@@ -272,8 +269,8 @@ def measure_fairness(gateway: Gateway, seconds: float, figures: dict[str, float]
         attacker.kill()
         attacker.wait()
     for name, taken in (("alone", alone), ("flooded", beside)):
-        figures[f"client_b.{name}.p50_ms"] = percentile(taken, 0.5)
-        figures[f"client_b.{name}.p99_ms"] = percentile(taken, 0.99)
+        figures[f"client_b.{name}.p50_ms"] = percentile(taken, 50)
+        figures[f"client_b.{name}.p99_ms"] = percentile(taken, 99)
     figures["client_b.p99_ratio"] = figures["client_b.flooded.p99_ms"] / figures["client_b.alone.p99_ms"]
 
 

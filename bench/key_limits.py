@@ -32,6 +32,7 @@ from bench.prepared_engine import FREE
 from bench.raw_client import Connection, cpu_s, post_of
 from bench.report import write
 from bench.warm_targets import Processes, start_nats
+from shared.percentiles import percentile
 from shared.ports import free_port
 
 ADMIN_KEY = "bench-admin"
@@ -161,8 +162,8 @@ def take_propagations(ports: list[int], count: int) -> list[float]:
 def interval(values: list[float]) -> tuple[float, float]:
     """Return the bootstrap's 95 % interval of the median."""
     draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
-    return medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES)]
+    medians = [statistics.median(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES)]
+    return percentile(medians, 2.5), percentile(medians, 97.5)
 
 
 def main() -> None:
@@ -197,8 +198,8 @@ def main() -> None:
         for port in ports:
             await_key(port, LIMITED)
         if options.part == "propagation":
-            took = sorted(take_propagations(ports, options.pairs))
-            figures = {"median_ms": statistics.median(took), "p99_ms": took[int(0.99 * len(took))], "max_ms": took[-1]}
+            took = take_propagations(ports, options.pairs)
+            figures = {"median_ms": statistics.median(took), "p99_ms": percentile(took, 99), "max_ms": max(took)}
             print(f"{len(took)} changes: " + ", ".join(f"{name} {value:.1f}" for name, value in figures.items()))
             write(options.json, figures)
             return

@@ -27,15 +27,11 @@ from typing import cast
 import httptools
 import uvloop
 
+from shared.percentiles import percentile
+
 _TEXT = re.compile(rb'"content": ?"(?!")')
 """A text that is not empty. Inside a JSON string the quotation marks would be escaped."""
 _DONE = b"data: [DONE]"
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile; of nothing, not a number."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
 
 
 class Events:

@@ -27,8 +27,8 @@ from typing import Any, Literal, get_args
 
 from bench.regret_cases import draw
 from bench.report import machine
+from shared.percentiles import percentile
 from simulator.policies import PROFILES
-from simulator.report import percentile
 from simulator.simulate import simulate
 
 OURS = "thaw"
@@ -44,10 +44,10 @@ def figures_of(seed: int, profile: str, *, sharing: Sharing = "turns") -> dict[s
     outcome = simulate(case.cluster.model_copy(update={"runtime": runtime}), case.models, case.requests, PROFILES[profile], seed)
     total = len(case.requests)
     timeout_s = case.cluster.runtime.timeout_s
-    ttft = sorted([*(s.ttft for s in outcome.served), *[timeout_s] * (total - len(outcome.served))])
+    ttft = [*(s.ttft for s in outcome.served), *[timeout_s] * (total - len(outcome.served))]
     return {
         "ttft_mean_s": statistics.fmean(ttft),
-        "ttft_p99_s": percentile(ttft, 99) or 0.0,
+        "ttft_p99_s": percentile(ttft, 99),
         "missed": 1 - sum(s.in_time for s in outcome.served) / total,
     }
 
@@ -74,12 +74,12 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the distribution of each ratio, and how often each other profile was the best."""
     found: dict[str, Any] = {}
     for measure in MEASURES:
-        values = sorted(c["ratios"][measure]["ratio"] for c in cases)
+        values = [c["ratios"][measure]["ratio"] for c in cases]
         best: dict[str, int] = {}
         for c in cases:
             best[c["ratios"][measure]["best"]] = best.get(c["ratios"][measure]["best"], 0) + 1
         found[measure] = {
-            **{f"p{p}": round(percentile(values, p) or 0.0, 4) for p in (5, 25, 50, 75, 95, 100)},
+            **{f"p{p}": round(percentile(values, p, default=0.0), 4) for p in (5, 25, 50, 75, 95, 100)},
             "ahead_or_equal": sum(v <= 1.0001 for v in values),
             "best_of_others": dict(sorted(best.items(), key=lambda item: -item[1])),
         }

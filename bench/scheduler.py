@@ -48,6 +48,7 @@ from shared.contracts.loader import LoaderStatus
 from shared.contracts.model_info import ModelInfo
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus, NodeStatus
+from shared.percentiles import percentile
 from shared.sizing import need_of
 
 GIB = 2**30
@@ -230,10 +231,6 @@ def _measure_parts(part: Cluster, full: Cluster, waiting: Cluster, seconds: floa
     }
 
 
-def percentile(values: list[float], p: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * p))]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="16,1000,8000")
@@ -245,7 +242,7 @@ def main() -> None:
     figures: dict[str, float] = {}
     for devices in map(int, options.devices.split(",")):
         for kind, took in measure(devices, options.seconds).items():
-            rate, p50, p99 = len(took) / sum(took), percentile(took, 0.5) * 1e6, percentile(took, 0.99) * 1e6
+            rate, p50, p99 = len(took) / sum(took), percentile(took, 50) * 1e6, percentile(took, 99) * 1e6
             table.add_row(f"{devices:,}", kind, f"{rate:,.0f}", f"{p50:,.0f}", f"{p99:,.0f}")
             figures |= {f"{devices}.{kind}.per_second": rate, f"{devices}.{kind}.p50_us": p50, f"{devices}.{kind}.p99_us": p99}
     Console(width=100).print(table)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import write
-from bench.scheduler import Cluster, percentile
+from bench.scheduler import Cluster
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog, ensure_streams
 from services.scheduler.adapters.database import connect, migrate, plain_url
@@ -52,6 +52,7 @@ from shared.contracts.demand import Demand
 from shared.contracts.subjects import PREFIX
 from shared.messaging import Mesh
 from shared.messaging.mesh import flush
+from shared.percentiles import percentile
 from shared.settings import CommonSettings
 from tests.support.servers import NatsServer, PostgresServer
 
@@ -173,8 +174,8 @@ async def run(devices: int, decisions: int, at_once: list[int]) -> dict[str, flo
             rate, took, used = await measure(nats.url, database, devices, decisions, number)
             figures |= {
                 f"{number}.per_second": rate,
-                f"{number}.p50_ms": percentile(took, 0.5) * 1e3,
-                f"{number}.p99_ms": percentile(took, 0.99) * 1e3,
+                f"{number}.p50_ms": percentile(took, 50) * 1e3,
+                f"{number}.p99_ms": percentile(took, 99) * 1e3,
                 f"{number}.cpu_ms": used * 1e3,
             }
     finally:

@@ -42,7 +42,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.load_client import percentile
 from bench.report import write
 from bench.soak_age import Ratio, compare, ratios
 from bench.soak_census import Counter, stamp_census
@@ -50,6 +49,7 @@ from bench.soak_load import DECK, MALFORMED, Load, SentRequest
 from bench.trend import LEAST_SAMPLES, Trend, theil_sen
 from shared.contracts.models import ModelSpec
 from shared.contracts.traces import TRACE_MAX_COUNT
+from shared.percentiles import percentile
 from shared.sizing import need_of
 from tests.support.adapters import write_adapter
 from tests.support.launcher import Thaw

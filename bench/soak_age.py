@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.soak_load import ADAPTER, AGAIN, CANCELLED, DECK, STREAMED, SWAP, Load, SentRequest
+from shared.percentiles import nearest_rank, percentile
 
 WARM_UP_DECKS = 5
 """Decks sent before the comparison: a new mesh starts its engines and imports modules meanwhile."""
@@ -88,11 +89,18 @@ def ratios(pairs: Sequence[Pair], percents: Sequence[float] = (50, 99), seed: in
         draws = _resample(samples, np.random.default_rng(seed))
         whole = np.concatenate(samples)
         for percent in percents:
-            old_ms, new_ms = (float(v) for v in np.percentile(whole, percent, axis=0))
-            resampled = np.array([np.divide(*np.percentile(draw, percent, axis=0)) for draw in draws])
-            low, high = (float(v) for v in np.percentile(resampled, (2.5, 97.5)))
+            old_ms, new_ms = _percentiles(whole, percent)
+            resampled = [old / new for old, new in (_percentiles(draw, percent) for draw in draws)]
+            low, high = percentile(resampled, 2.5), percentile(resampled, 97.5)
             found.append(Ratio(f"{name} p{percent:g}", len(whole), old_ms, new_ms, old_ms / new_ms, low, high))
     return found
+
+
+def _percentiles(pairs: NDArray[np.float64], percent: float) -> tuple[float, float]:
+    """Return the percentile of the first and of the second value of the pairs."""
+    index = nearest_rank(len(pairs), percent) - 1
+    old, new = np.partition(pairs, index, axis=0)[index]
+    return float(old), float(new)
 
 
 def _resample(decks: list[NDArray[np.float64]], generator: np.random.Generator) -> list[NDArray[np.float64]]:

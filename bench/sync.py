@@ -18,6 +18,7 @@ import nats
 from nats.js import JetStreamContext
 from nats.js.api import PersistMode, StorageType, StreamConfig
 
+from shared.percentiles import percentile
 from shared.ports import free_port
 from thaw.launcher.plan import listen_fault
 from thaw.launcher.servers import nats_program
@@ -40,8 +41,7 @@ async def _measure(js: JetStreamContext, name: str, mode: PersistMode | None) ->
     while (await js.stream_info(name)).state.messages < _ACKNOWLEDGED + _CAPTURED:  # noqa: ASYNC110 - another process stores them
         await asyncio.sleep(0.005)
     rate = _CAPTURED / (time.perf_counter() - begun)
-    took.sort()
-    p50, p99 = took[len(took) // 2] * 1e3, took[int(len(took) * 0.99)] * 1e3
+    p50, p99 = percentile(took, 50) * 1e3, percentile(took, 99) * 1e3
     return f"acknowledged p50 {p50:.2f} ms, p99 {p99:.2f} ms; captured {rate:,.0f}/s"
 
 

@@ -21,9 +21,9 @@ from shared.contracts.admin import ClusterView, ModelView, NodeView
 from shared.contracts.phases import NEW_ZYGOTE, Phase, PhaseSpan, measure_covered
 from shared.contracts.traces import LoadTrace, RequestTrace
 from shared.errors import InvalidRequest
+from shared.percentiles import percentile
 from shared.sizing import need_of
 from simulator.config import GB
-from simulator.report import percentile
 
 DEVICE_GB_PER_SECOND = 100.0
 """Bandwidth of a unified cpu device: its engines map the weights, and the loader copies nothing."""
@@ -55,10 +55,9 @@ class Recording:
     left_out: int
 
     def figures(self) -> dict[str, Any]:
-        ordered = sorted(self.ttft_s)
-        ttft: dict[str, float | None] = {f"p{p}": percentile(ordered, p) for p in (50, 95, 99)}
-        ttft["mean"] = fmean(ordered) if ordered else None
-        return {"requests": len(ordered), "cold": self.cold, "left_out": self.left_out, "ttft": ttft}
+        ttft: dict[str, float | None] = {f"p{p}": percentile(self.ttft_s, p, default=None) for p in (50, 95, 99)}
+        ttft["mean"] = fmean(self.ttft_s) if self.ttft_s else None
+        return {"requests": len(self.ttft_s), "cold": self.cold, "left_out": self.left_out, "ttft": ttft}
 
 
 def write(directory: Path, replay: bool) -> Recording:

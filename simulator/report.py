@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.percentiles import percentile
+
 TIERS = ("ready", "snapshot", "peer", "reuse", "dram", "ssd", "remote", "pipeline")
 
 
@@ -104,7 +106,7 @@ class Outcome:
             "stops": self.stops,
             "device_seconds": round_value(self.device_seconds),
             "device_memory_seconds": round_value(self.device_memory_gb_seconds),
-            "prediction_error_p50": round_value(percentile(errors, 50)),
+            "prediction_error_p50": round_value(percentile(errors, 50, default=None)),
             "decisions": self.decisions,
         }
 
@@ -131,13 +133,9 @@ class Outcome:
         return mean(found)
 
 
-def percentile(ordered: Sequence[float], p: float) -> float | None:
-    """Return the nearest-rank percentile; None without values."""
-    return ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))] if ordered else None
-
-
-def spread(ordered: Sequence[float]) -> dict[str, float | None]:
-    return {f"p{p}": round_value(percentile(ordered, p)) for p in (50, 95, 99)} | {"mean": round_value(mean(ordered))}
+def spread(values: Sequence[float]) -> dict[str, float | None]:
+    found = {f"p{p}": round_value(percentile(values, p, default=None)) for p in (50, 95, 99)}
+    return found | {"mean": round_value(mean(values))}
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from bench.chaos.campaign import Findings, Injection
 from bench.chaos.verdict import Exchange, Fate
+from shared.percentiles import percentile
 
 COLUMNS = ("strikes", "requests", "lost", "broken", "truncated", "wrong", "near tie", "twice", "5xx", "cut", "p50", "p99", "max")
 
@@ -37,16 +38,11 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         fates: tuple[Fate, ...] = ("lost", "broken", "truncated", "wrong", "near tie", "twice")
         numbers = [self.strikes, self.requests, *(self.fates[f] for f in fates), self.server_errors, self.cuts]
-        recovery = [quantile(self.recoveries, q) for q in (0.5, 0.99, 1.0)]
+        recovery = [percentile(self.recoveries, p) for p in (50, 99, 100)]
         return (*map(str, numbers), *("-" if math.isnan(r) else f"{r:.1f}" for r in recovery))
 
     def figures(self) -> dict[str, float]:
         return {f"{self.name}.{c}": float(v) for c, v in zip(COLUMNS, self.cells(), strict=True) if v != "-"}
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """Return a quantile by the nearest rank; NaN without values."""
-    return sorted(values)[max(0, math.ceil(q * len(values)) - 1)] if values else math.nan
 
 
 def rows(findings: Findings) -> list[Row]:

@@ -38,11 +38,11 @@ import httpx
 
 from bench.gpu.models import BASE, TEN, TUNED, bytes_of
 from bench.hot_swap import DEVICE, MIB, NO_DEVICE, PINNED, Figures, SwapMesh, pinned_copies, summary, swap
-from bench.load_client import percentile
 from bench.report import median, write
 from bench.reuse_remap import copy_gb_per_s
 from services.nodeagent.devices.cuda import CudaDevice, load_nvml
 from shared.errors import DeviceMissing
+from shared.percentiles import percentile
 
 GIB = 1 << 30
 TWIN = "twin"

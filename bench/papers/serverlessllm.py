@@ -11,6 +11,7 @@ from bench.papers.constants import serverlessllm as c
 from bench.papers.core import Case, Figures, label
 from bench.papers.traffic import DENSER, azure_like
 from services.scheduler.domain.policies.port import Profile
+from shared.percentiles import percentile
 from simulator.config import (
     Batching,
     ClusterFile,
@@ -22,7 +23,7 @@ from simulator.config import (
     names_of,
 )
 from simulator.policies import baselines, serverlessllm, shepherd
-from simulator.report import Outcome, percentile
+from simulator.report import Outcome
 from simulator.workloads.request import Request
 
 SYSTEMS = ("ServerlessLLM", "Ray Serve", "Ray Serve with cache")
@@ -158,8 +159,8 @@ def measure(outcome: Outcome) -> Figures:
     each = 1000 / max(1, len(every))
     return {
         "mean_s": sum(waits) / total,
-        "p95_s": percentile(waits, 95) or 0.0,
-        "p99_s": percentile(waits, 99) or 0.0,
+        "p95_s": percentile(waits, 95, default=0.0),
+        "p99_s": percentile(waits, 99, default=0.0),
         "ssd_share": outcome.loads.get("ssd", 0) / loads if loads else 0.0,
         "ssd_loads": outcome.loads.get("ssd", 0) * each,
         "migrations": outcome.migrations * each,

@@ -10,9 +10,10 @@ from bench.papers.constants import tangram as c
 from bench.papers.core import Case, Figures, label, vary_profile
 from services.scheduler.domain.policies.common import evict_lru
 from services.scheduler.domain.policies.port import Profile
+from shared.percentiles import percentile
 from simulator.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
 from simulator.policies import baselines, tangram
-from simulator.report import Outcome, percentile
+from simulator.report import Outcome
 from simulator.workloads.request import Request
 
 
@@ -119,7 +120,7 @@ def measure(outcome: Outcome) -> Figures:
     found = {
         "load_s": fmean(max(0.0, s.ttft - c.OTHER_S.value) for s in outcome.served),
         "ttft_s": fmean(s.ttft for s in outcome.served),
-        "p99_ttft_s": percentile(sorted(s.ttft for s in outcome.served), 99) or 0.0,
+        "p99_ttft_s": percentile((s.ttft for s in outcome.served), 99, default=0.0),
         "reused": (outcome.loads.get("reuse", 0) + outcome.loads.get("ready", 0)) / max(1, sum(outcome.loads.values())),
     }
     for name in sorted({s.model for s in outcome.served}):

@@ -23,9 +23,10 @@ from bench.papers.tangram_fig12 import part
 from bench.simulator import build_mixed_case
 from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import Profile
+from shared.percentiles import percentile
 from simulator.config import names_of
 from simulator.policies import PROFILES, serverlessllm
-from simulator.report import Outcome, percentile
+from simulator.report import Outcome
 from simulator.workloads.synthetic import synthetic
 
 NAME = "thaw-beside"
@@ -53,7 +54,7 @@ def tail(outcome: Outcome, since: float = 0.0) -> Figures:
     met = sum(s.in_time for s in outcome.served if s.at >= since)
     total = max(1, len(waits) + lost)
     longest = waits[-1] if waits else 0.0
-    return {"p99_ttft_s": percentile([*waits, *[longest] * lost], 99) or 0.0, "in_time": met / total}
+    return {"p99_ttft_s": percentile([*waits, *[longest] * lost], 99, default=0.0), "in_time": met / total}
 
 
 def on_serverlessllm(outcome: Outcome) -> Figures:

@@ -13,9 +13,10 @@ from bench.papers.core import Case, Figures, label, vary_profile
 from bench.papers.traffic import bursts
 from services.scheduler.domain.policies.common import arrivals, evict_lru
 from services.scheduler.domain.policies.port import Ask, Option, Profile, draw_number
+from shared.percentiles import percentile
 from simulator.config import ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
 from simulator.policies import baselines, torpor
-from simulator.report import Outcome, percentile
+from simulator.report import Outcome
 from simulator.workloads.request import Request
 
 WARM_UP_S = 60.0
@@ -167,8 +168,8 @@ def measure(outcome: Outcome) -> Figures:
         "compliant_share": compliant / max(1, len(total)),
         "compliant": float(compliant),
         "executed": float(len({s.model for s in outcome.served})),
-        "p98_cv_ms": 1e3 * (percentile(sorted(latencies["cv"]), 98) or 0.0),
-        "p98_bert_ms": 1e3 * (percentile(sorted(latencies["bert"]), 98) or 0.0),
+        "p98_cv_ms": 1e3 * percentile(latencies["cv"], 98, default=0.0),
+        "p98_bert_ms": 1e3 * percentile(latencies["bert"], 98, default=0.0),
         "load_variance": outcome.load_variance() or 0.0,
         "swap_share": swaps / max(1, len(outcome.served)),
     }

@@ -21,6 +21,7 @@ from services.scheduler.domain.policies.common import (
     per_request,
 )
 from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile, draw_number
+from shared.percentiles import percentile
 
 
 def any_device(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
@@ -78,7 +79,7 @@ def infless_keep(short_term: Sequence[float], long_term: Sequence[float], defaul
     99th percentiles of a long and of a short history are weighted by `share`; `default` without a
     history.
     """
-    tails = [sorted(t)[min(len(t) - 1, int(len(t) * 0.99))] for t in (long_term, short_term) if t]
+    tails = [percentile(t, 99) for t in (long_term, short_term) if t]
     if not tails:
         return default
     return tails[0] if len(tails) == 1 else share * tails[0] + (1 - share) * tails[1]

@@ -23,6 +23,7 @@ from shared.contracts.latencies import (
 )
 from shared.contracts.phases import Phase
 from shared.contracts.traces import RequestTrace
+from shared.percentiles import nearest_rank
 
 MAX_ENTRIES = 200_000
 """Bins and phases of all models and minutes together; beyond it the oldest minutes are dropped."""
@@ -209,7 +210,7 @@ def _summarize_phases(minutes: Iterable[Mapping[Phase, Bins]]) -> dict[Phase, Ph
 
 
 def _summarize_phase(bins: Bins) -> PhaseSummary:
-    p50_ms, p99_ms = (round(_percentile(bins, share) / PHASE_UNITS_PER_MS, 3) for share in (0.5, 0.99))
+    p50_ms, p99_ms = (round(_percentile(bins, percent) / PHASE_UNITS_PER_MS, 3) for percent in (50, 99))
     return PhaseSummary(requests=sum(bins.values()), p50_ms=p50_ms, p99_ms=p99_ms)
 
 
@@ -217,7 +218,7 @@ def _summarize_ttft(histograms: Iterable[Bins]) -> TtftSummary:
     bins = _merge(histograms)
     if not bins:
         return TtftSummary()
-    p50_ms, p99_ms = (round(_percentile(bins, share), 2) for share in (0.5, 0.99))
+    p50_ms, p99_ms = (round(_percentile(bins, percent), 2) for percent in (50, 99))
     return TtftSummary(requests=sum(bins.values()), p50_ms=p50_ms, p99_ms=p99_ms)
 
 
@@ -229,9 +230,9 @@ def _merge(histograms: Iterable[Bins]) -> Bins:
     return merged
 
 
-def _percentile(bins: Bins, share: float) -> float:
-    """Return the nearest-rank percentile of bins that are not empty, as the middle of its bin."""
-    rank = math.ceil(share * sum(bins.values()))
+def _percentile(bins: Bins, percent: float) -> float:
+    """Return a percentile of bins that are not empty, as the middle of its bin."""
+    rank = nearest_rank(sum(bins.values()), percent)
     reached = 0
     for number in sorted(bins):
         reached += bins[number]

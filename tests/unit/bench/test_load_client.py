@@ -1,12 +1,10 @@
-"""The client of the warm path's benchmark: its counts and percentiles."""
+"""The client of the warm path's benchmark: its counts."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from bench.load_client import Events, Tally, parse, percentile, request_of
+from bench.load_client import Events, Tally, parse, request_of
 from bench.prepared_engine import FREE, WORDS, HttpDoor
 
 STREAM = (
@@ -36,18 +34,6 @@ def test_stream_is_not_done_before_its_last_event() -> None:
 def test_an_error_in_a_stream_is_raised() -> None:
     with pytest.raises(RuntimeError, match="out of order"):
         Events().feed(b'data: {"error":{"message":"out of order"}}\n\n')
-
-
-@pytest.mark.parametrize(
-    ("values", "percent", "expected"),
-    [([3.0], 50, 3.0), ([4, 1, 3, 2], 50, 2), ([4, 1, 3, 2], 99, 4), (range(1, 101), 99, 99), ([1, 2], 0, 1)],
-)
-def test_percentiles_are_measured_values(values: list[float], percent: float, expected: float) -> None:
-    assert percentile(values, percent) == expected
-
-
-def test_percentile_of_no_values_is_nan() -> None:
-    assert math.isnan(percentile([], 50))
 
 
 def test_summary_has_medians_and_the_token_rate() -> None:

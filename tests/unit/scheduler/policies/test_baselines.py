@@ -75,6 +75,7 @@ def test_keep_alive_formulas_of_the_baselines() -> None:
     assert baselines.infless_keep([], [], 8.0) == 8.0
     assert baselines.infless_keep([], [5.0, 20.0], 8.0) == 20.0
     assert baselines.infless_keep([10.0], [20.0], 8.0) == 15.0
+    assert baselines.infless_keep([], [float(n) for n in range(1, 101)], 8.0) == 99.0
 
 
 @pytest.mark.parametrize(

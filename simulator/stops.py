@@ -59,7 +59,9 @@ class Stops:
         return False
 
     def keep(self, instance: Instance) -> None:
-        """Start the keep-alive of an idle instance, as the policy says."""
+        """Start the keep-alive of an idle instance, unless it has begun."""
+        if instance.keep_timer is not None:
+            return
         world, group = self._world, instance.model.group
         seconds = world.profile.keep(group.keep_alive, instance.load_s)
         if seconds < 0 or seconds == float("inf") or len(instance.model.instances) <= group.replicas_min:

@@ -206,6 +206,24 @@ def test_pipeline_fetches_a_quarter_per_server_and_continues_on_one() -> None:
     assert outcome.device_seconds == pytest.approx(4 * 10.0 + (served.ended - 10.0), rel=0.02)  # the rest arrives after 7.5 s more
 
 
+def test_consolidated_pipeline_that_is_used_again_has_one_keep_alive() -> None:
+    """It is idle from 2.6 s on, and whole at 10 s: its keep-alive, up to 22.6 s, continues.
+
+    A request ends that at 21 s, and the next keep-alive ends after 41 s.
+    """
+    profile = replace(PLAIN, choose=pipelined, uses=frozenset({"pipeline"}))
+    outcome = simulate(spread_out(), [pipeline(keep_alive=20)], [ask(at, "p", 100, 2) for at in (0, 21, 30)], profile)
+    assert (outcome.stages, outcome.successors, outcome.stops) == ([4], [1], 0)
+    assert [s.queued for s in outcome.served[1:]] == [0, 0]
+
+
+def test_consolidation_of_an_idle_pipeline_does_not_prolong_its_keep_alive() -> None:
+    """Idle since 2.6 s, it leaves at 22.6 s; a request after that waits for another start."""
+    profile = replace(PLAIN, choose=pipelined, uses=frozenset({"pipeline"}))
+    outcome = simulate(spread_out(), [pipeline(keep_alive=20)], [ask(at, "p", 100, 2) for at in (0, 25)], profile)
+    assert (outcome.stages, outcome.successors, outcome.stops) == ([4, 4], [1], 1)
+
+
 def test_largest_stage_delays_its_pipeline() -> None:
     profile = replace(PLAIN, choose=pipelined, uses=frozenset({"pipeline"}))
     models = pipeline(), pipeline(largest_stage={4: 0.4})

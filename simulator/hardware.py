@@ -68,6 +68,10 @@ class Cache:
         if left > 0:
             self._pins[name] = left
 
+    def evictable_bytes(self, name: str) -> int:
+        """Return the bytes that the eviction of an entry frees; 0: it is pinned, or not there."""
+        return 0 if name in self._pins else self.held.get(name, 0)
+
     def clear(self) -> None:
         self.held.clear()
         self._pins.clear()

@@ -26,8 +26,8 @@ class Start:
     def __init__(self, instance: Instance, way: str, victims: tuple[str, ...], ready: Callable[[Instance], None]) -> None:
         self.instance, self.way, self.victims, self.ready = instance, way, victims, ready
         self.flows: list[Flow] = []
-        self.fetches: list[Callable[[], None]] = []
-        """Functions that leave the shared fetches."""
+        self.releases: list[Callable[[], None]] = []
+        """Functions that leave the shared fetches, and unpin weights in host memory."""
         self.recorded: list[tuple[str, str, Key]] = []
         """Its fetches in the ledgers: node, name there, and shared fetch."""
         self.outstanding = 0
@@ -202,8 +202,8 @@ class Starts:
         node = instance.parts[0].device.node
         if start.way == "restore" and not start.begun and node.alive:
             self._options.snapshots[node.name, instance.model.name] = start.snapshot
-        for leave in start.fetches:
-            leave()
+        for release in start.releases:
+            release()
         for name, fetch, key in start.recorded:
             if fetch == instance.key or not world.fetches.under_way(key):
                 self._options.fetch_ended(name, fetch)
@@ -247,10 +247,13 @@ class Load:
         self._tier = self._node.tier(self._model.name)
         self._path = self._node.source(self._tier)
         self._copy_at = context if s.overlap and s.prefetch else engine
+        self._pinned = False
         starts.expect(start)
         if not self._path:
             self._node.dram.touch(self._model.name)
             self._node.dram.pin(self._model.name)
+            self._pinned = True
+            start.releases.append(self._unpin)
             world.clock.at(self._copy_at + self._merge, self._copy)
             return
         parts = start.instance.parts
@@ -272,7 +275,7 @@ class Load:
             return
         if self._shared:
             join = self._world.fetches.join
-            start.fetches.append(join(self._node, self._key, self._path, self._missing, self._on_fetched))
+            start.releases.append(join(self._node, self._key, self._path, self._missing, self._on_fetched))
         else:
             start.flows.append(self._node.network.start(self._path, self._missing, self._on_fetched))
 
@@ -289,12 +292,15 @@ class Load:
     def _copy(self) -> None:
         if not self._start.given_up:
             self._start.flows.append(self._node.network.start(self._part.device.path, self._missing, self._on_copied))
-        elif not self._path:
+
+    def _unpin(self) -> None:
+        """Unpin the weights in host memory, once: after the copy, or if the start is given up."""
+        if self._pinned:
+            self._pinned = False
             self._node.dram.unpin(self._model.name)
 
     def _on_copied(self) -> None:
-        if not self._path:
-            self._node.dram.unpin(self._model.name)
+        self._unpin()
         self._part.device.loading.pop(self._start.instance.key, None)
         self._starts.on_arrived(self._start)
 

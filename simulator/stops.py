@@ -82,11 +82,12 @@ class Stops:
     def _give_way(self, instance: Instance) -> None:
         """Suspend an idle instance if it can return sooner from that; otherwise stop it.
 
-        A snapshot has the weights, so it takes the place of their copy in host memory. It displaces
-        nothing else, because other models would then load from slower tiers.
+        A snapshot has the weights, so it takes the place of their copy in host memory, unless that
+        is being loaded to another device. It displaces nothing else, because other models would
+        then load from slower tiers.
         """
         node, model = instance.parts[0].device.node, instance.model
-        fits = model.snapshot <= node.dram.free + node.dram.held.get(model.name, 0)
+        fits = model.snapshot <= node.dram.free + node.dram.evictable_bytes(model.name)
         if "suspend" in self._world.can and fits and _may_have_snapshot(instance) and self._resumes_faster(instance):
             if model.snapshot > node.dram.free:
                 self._options.displace_weights(node, model)

@@ -178,6 +178,43 @@ def test_weights_stay_in_memory_if_an_instance_is_stopped_because_there_is_a_sna
     assert held == {"a", "b", "snapshot:a"}
 
 
+def test_snapshot_does_not_displace_weights_that_are_loaded_to_another_device() -> None:
+    """The second instance of a is planned at 8.5 s, and loads until 16.5 s; b needs room at 12 s.
+
+    The weights of both fill the host memory: a snapshot of a needs the room of its weights.
+    """
+    models = [model("a", replicas_max=2), model("b", weights_gb=15)]
+    links = LinkSpeeds(remote=1, ssd=5, device=2)
+    runtime = Runtime(in_dram=True, startup=Startup(container_s=3, restore_s=0.1))
+    machines = cluster(runtime, links=links, devices=2, dram_gb=25)
+    profile = replace(PLAIN, scale=per_request, uses=frozenset({"suspend"}))
+    asks = [ask(0, "a"), ask(8.5, "a"), ask(12, "b")]
+    assert held_in_memory(machines, models, asks, profile) == {"a", "b"}
+    assert simulate(machines, models, asks, profile).suspensions == 0
+
+
+@pytest.mark.parametrize("given_up_at", [1.0, 5.0])
+def test_start_that_is_given_up_unpins_its_weights_and_no_others(given_up_at: float) -> None:
+    """It copies from 3 s to 8 s. A second after its end another start pins the same weights."""
+    runtime = Runtime(in_dram=True, startup=Startup(container_s=3))
+    world = World(cluster(runtime, links=LinkSpeeds(remote=1, ssd=5, device=2), devices=2), [model("a")], PLAIN, 0)
+    controller, memory = Controller(world), world.nodes["node-0"].dram
+
+    def begin(device: str) -> None:
+        option = controller.options.make_plain(world.models["a"], world.devices[device], "dram")
+        start = controller.starts.create(world.models["a"], option, device, controller.on_finished, lambda _: None)
+        controller.starts.begin(start)
+
+    begin("node-0/0")
+    pinned = list[bool]()
+    world.clock.at(given_up_at, lambda: controller.starts.give_up(controller.starts.under_way["node-0/0"]))
+    world.clock.at(given_up_at + 1.0, lambda: begin("node-0/1"))
+    for after in (0.5, 2.5, 20.0):
+        world.clock.at(given_up_at + after, lambda: pinned.append(not memory.evictable_bytes("a")))
+    world.clock.run()
+    assert pinned == [False, True, False]
+
+
 def test_as_many_idle_instances_as_replicas_min_outlast_their_keep_alive() -> None:
     profile = replace(PLAIN, scale=per_request)
     models = [model("a", replicas_min=1, replicas_max=2, keep_alive=1)]

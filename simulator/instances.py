@@ -433,6 +433,9 @@ class Instance:
     def hold(self, seconds: float) -> None:
         """Compute no prompt before so many seconds have passed."""
         self._prompts_until = max(self._prompts_until, self._clock.now + seconds)
+        if self._next_pass is not None:
+            self._next_pass.cancel()
+        self._next_pass = self._clock.at(self._prompts_until, self._pass)
 
     def tokens_of(self, run: Run) -> int:
         """Return the tokens of a request so far."""

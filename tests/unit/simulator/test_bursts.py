@@ -29,8 +29,8 @@ def machines(devices: int = 1, device_gb: float = 20, **runtime: object) -> Clus
     return ClusterFile(nodes=(node,), runtime=Runtime.model_validate(settings))
 
 
-def model(**more: object) -> ModelGroup:
-    service = Batching(prefill_tokens_per_second=1000, tpot_ms=100, concurrency=4)
+def model(*, prefill_together: bool = False, **more: object) -> ModelGroup:
+    service = Batching(prefill_tokens_per_second=1000, prefill_together=prefill_together, tpot_ms=100, concurrency=4)
     settings = {"name": "m", "weights_gb": 10, "service": service, "slo_ttft": 9, "slo_tpot": 1, "replicas_max": 16, **more}
     return ModelGroup.model_validate(settings)
 
@@ -92,6 +92,15 @@ def test_successors_gather_their_own_requests_in_parallel() -> None:
     ]
     assert late == pytest.approx([pause] * 16, abs=0.02)
     assert [s.pause for s in moved.served] == pytest.approx([pause] * 16, abs=0.02)
+
+
+def test_successors_whose_prompts_are_computed_together_continue_after_the_gathering() -> None:
+    """The 16 prompts are computed from 2.5 s to 4.1 s, and each request has 60 tokens at 10 s."""
+    together = model(prefill_together=True, kv_mb_per_token=1e3 * KV_GB)
+    outcome = simulate(machines(gather_gb_per_second=1), [together], burst(16), PROFILE)
+    assert (outcome.lost, outcome.successors) == (0, [4])
+    assert [s.ttft for s in outcome.served] == pytest.approx([4.1] * 16)
+    assert [s.pause for s in outcome.served] == pytest.approx([4 * (PROMPT + 60) * KV_GB * 3 / 4] * 16, abs=0.02)
 
 
 def test_pipelines_of_the_same_nodes_gather_one_after_the_other() -> None:

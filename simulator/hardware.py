@@ -199,6 +199,10 @@ class Node(Generic[InstanceT]):
             return "dram"
         return "ssd" if model in self.ssd else "remote"
 
+    def record_use(self, model: str) -> None:
+        """Record a use of the model's weights where they are nearest."""
+        (self.dram if model in self.dram else self.ssd).touch(model)
+
     def source(self, tier: Tier) -> tuple[Link, ...]:
         """Return the links from a tier to the node's memory."""
         if tier == "dram":

@@ -109,6 +109,7 @@ class Pipelines:
         stage = instance.parts.index(part)
         nbytes = model.weights - model.stage_weights(stages)[stage]
         outstanding = 1
+        node.record_use(model.name)
 
         def on_arrived() -> None:
             nonlocal outstanding

@@ -249,8 +249,8 @@ class Load:
         self._copy_at = context if s.overlap and s.prefetch else engine
         self._pinned = False
         starts.expect(start)
+        self._node.record_use(self._model.name)
         if not self._path:
-            self._node.dram.touch(self._model.name)
             self._node.dram.pin(self._model.name)
             self._pinned = True
             start.releases.append(self._unpin)

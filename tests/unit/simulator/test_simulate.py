@@ -64,6 +64,16 @@ def test_evicted_models_load_from_memory_and_uncached_ones_from_the_source() -> 
     assert [s.queued for s in run([ask(0)], cluster=but(ssd_gb=0, dram_gb=0)).served] == pytest.approx([10.5])
 
 
+def test_weights_that_were_read_from_a_disk_are_the_last_to_be_evicted_from_it() -> None:
+    """The disk has room for two models: the third replaces the one that no start has read."""
+    node = NODES.model_copy(update={"count": 1, "devices": 1, "dram_gb": 0, "ssd_gb": 20})
+    cluster = CLUSTER.model_copy(update={"nodes": (node,)})
+    asks = [ask(0), ask(10, "big-2"), ask(40)]
+    outcome = run(asks, groups=[BIG.model_copy(update={"keep_alive": 1})], cluster=cluster)
+    assert {k: v for k, v in outcome.loads.items() if v} == {"ssd": 2, "remote": 1}
+    assert outcome.served[-1].queued == pytest.approx(2.5)
+
+
 def test_longest_idle_instance_is_evicted_if_there_is_no_room() -> None:
     outcome = run([ask(10.0 * n, f"big-{n}") for n in range(5)])  # four devices, one each
     assert outcome.stops == 1

@@ -59,9 +59,8 @@ class Nodes:
             device.loading.clear()
             world.touch(device)
         world.outcome.restarts += len(interrupted)
-        for run in interrupted:
-            if world.runtime.failover == "restart" and run.tokens:
-                run.pause += world.clock.now - run.admitted_at
+        if world.runtime.failover == "restart":
+            for run in interrupted:
                 run.tokens = 0
         world.clock.call_later(seconds, lambda: self._recover(node))
         controller.requeue(sorted(interrupted, key=lambda r: r.number))

@@ -101,13 +101,14 @@ class SimModel:
 class Run:
     """One request.
 
-    `tokens`: generated so far; `paused_at`: start of an interruption; `prepared`: tokens whose KV
-    cache is already at the destination.
+    `tokens`: generated so far; `paused_at`: start of an interruption, which lasts until the prompt
+    is computed again; `first_pause`: of `pause`, the part before the first token; `prepared`:
+    tokens whose KV cache is already at the destination.
     """
 
     __slots__ = (
-        "admitted_at", "arrived", "begun", "cold", "decode_end", "first_at", "instance", "kv_bytes", "kv_device", "model", "number",
-        "output", "pause", "paused_at", "prepared", "prompt", "timer", "tokens", "waiting",
+        "admitted_at", "arrived", "begun", "cold", "decode_end", "first_at", "first_pause", "instance", "kv_bytes", "kv_device",
+        "model", "number", "output", "pause", "paused_at", "prepared", "prompt", "timer", "tokens", "waiting",
     )  # fmt: skip
 
     def __init__(self, request: Request, number: int, model: SimModel) -> None:
@@ -119,7 +120,7 @@ class Run:
         self.tokens = self.prepared = 0
         self.admitted_at = 0.0
         self.decode_end = 0.0
-        self.pause = 0.0
+        self.pause = self.first_pause = 0.0
         self.paused_at: float | None = None
         self.timer: Timer | None = None
         self.kv_bytes = 0
@@ -226,13 +227,12 @@ class Instance:
 
     def prompt_seconds(self, run: Run) -> float:
         if isinstance(self.service, Fixed):
-            return self.service.seconds * self.slowness() + self._hops()
-        if run.tokens:
-            there, run.prepared = run.prepared, 0
-            return self.model.resume_seconds(max(0, run.prompt + run.tokens - there), self.service)
-        return (
-            self.service.prefill_ms / 1e3 + run.prompt / self.service.prefill_tokens_per_second
-        ) * self.slowness() + self._hops()
+            alone = self.service.seconds
+        elif run.tokens:
+            alone = self.model.resume_seconds(max(0, run.prompt + run.tokens - run.prepared), self.service)
+        else:
+            alone = self.model.prefill_seconds(run.prompt, self.service)
+        return alone * self.slowness() + self._hops()
 
     def admit(self, run: Run, since: float | None = None) -> None:
         """Start or resume a request.
@@ -246,9 +246,6 @@ class Instance:
         run.instance, run.waiting = self, False
         if run.begun is None:
             run.begun = now if since is None else since
-        if run.paused_at is not None:
-            run.pause += now - run.paused_at
-            run.paused_at = None
         if self.keep_timer is not None:
             self.keep_timer.cancel()
             self.keep_timer = self.leaves_at = None
@@ -264,8 +261,6 @@ class Instance:
         self._respeed_prompts()
         begin = max(now, self._prompts_until) if since is None else since
         seconds = self.prompt_seconds(run)
-        if run.tokens:
-            run.pause += seconds
         end = max(now, begin + seconds)
         # The first stage is free for the next prompt when it has computed its layers of this one.
         self._prompts_until = end if self.batches == 1 else begin + (seconds - self._hops()) / self.batches
@@ -296,18 +291,19 @@ class Instance:
         now = self._clock.now
         if not self._pending or now < self._prompts_until:
             return
-        assert isinstance(self.service, Batching)
         self._respeed_prompts()
+        end = self._prompts_until = now + self._pass_seconds()
         runs, self._pending = self._pending, []
-        fixed = self.service.prefill_ms / 1e3 * self.slowness()
-        alone = [self.prompt_seconds(run) for run in runs]
-        tokens = sum(seconds if run.tokens else seconds - fixed for run, seconds in zip(runs, alone, strict=True))
-        end = self._prompts_until = now + tokens + (fixed if any(not run.tokens for run in runs) else 0.0)
         for run in runs:
-            if run.tokens:
-                run.pause += end - now
             self._schedule_prompt(run, end)
         self._next_pass = self._clock.at(end, self._pass)
+
+    def _pass_seconds(self) -> float:
+        """Return the seconds to compute all waiting prompts together."""
+        assert isinstance(self.service, Batching)
+        fixed = self.service.prefill_ms / 1e3 * self.slowness()
+        tokens = sum(self.prompt_seconds(run) - (0.0 if run.tokens else fixed) for run in self._pending)
+        return tokens + (fixed if any(not run.tokens for run in self._pending) else 0.0)
 
     def withhold(self) -> None:
         """Let no result out until `release`."""
@@ -326,10 +322,11 @@ class Instance:
             run.timer = Timer(lambda: None)  # it has no token yet
             return
         run.timer = None
+        self._end_pause(run)
         if run.tokens == 0:
             run.tokens = 1
             if run.first_at is None:
-                run.first_at = self._clock.now
+                run.first_at, run.first_pause = self._clock.now, run.pause
         left = run.output - run.tokens
         if left <= 0 or isinstance(self.service, Fixed):
             self._end(run)
@@ -338,6 +335,26 @@ class Instance:
         run.decode_end = self._virtual + left
         heappush(self._decoding, (run.decode_end, run.number, run))
         self.respeed()
+
+    def _end_pause(self, run: Run) -> None:
+        """Add an interruption: how much later its prompt is computed, or its first token repeated.
+
+        A request that restarts has lost the tokens since its first one, and their pauses.
+        """
+        if run.paused_at is None:
+            return
+        now = self._clock.now
+        if run.tokens == 0 and run.first_at is not None:
+            run.pause = run.first_pause + now - run.first_at
+        else:
+            run.pause += max(0.0, now - run.paused_at)
+        run.paused_at = None
+
+    def _prompt_end(self, run: Run) -> float:
+        """Return the time at which a request's prompt is computed; now if it is already."""
+        if run in self._pending:
+            return max(self._clock.now, self._prompts_until) + self._pass_seconds()
+        return self._prompts.get(run, self._clock.now)
 
     def _advance(self) -> None:
         now = self._clock.now
@@ -394,6 +411,9 @@ class Instance:
     def take(self, run: Run) -> None:
         """Remove a running request, with its tokens so far."""
         run.tokens = self.tokens_of(run)
+        if run.paused_at is None:
+            run.paused_at = self._prompt_end(run)
+        run.prepared = 0
         if run.timer is not None:
             run.timer.cancel()
             run.timer = None
@@ -408,7 +428,6 @@ class Instance:
         self._forget(run)
         run.instance = None
         run.release_kv()
-        run.paused_at = self._clock.now
         self.respeed()
 
     def become(self, parts: list[Part], pause: float) -> None:

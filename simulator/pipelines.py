@@ -224,7 +224,6 @@ class Pipelines:
                 continue
             if run.tokens:
                 run.prepared = run.prompt + run.tokens
-                run.pause += gathered
             new.admit(run)
         return homeless
 

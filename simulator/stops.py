@@ -145,7 +145,6 @@ class Stops:
         runs = list(instance.runs)
         for run in runs:
             instance.take(run)
-            run.pause += self._world.clock.now - run.admitted_at  # until it is where it was, in addition to its wait
             run.tokens = 0
         self._world.outcome.preemptions += len(runs)
         self.leave(instance)

@@ -298,6 +298,35 @@ def test_requests_of_a_failed_node_are_resumed_or_restarted(failover: str) -> No
     assert served.pause > 0.5
 
 
+@pytest.mark.parametrize(("failover", "pauses"), [("resume", [1.546, 2.567]), ("restart", [6.0, 4.5])])
+def test_pause_contains_the_prompts_that_are_computed_before(failover: str, pauses: list[float]) -> None:
+    """First tokens at 1.5 s and 4 s; the node fails at 6 s, and the other one has loaded at 6.5 s.
+
+    Resumed, the 1,046 tokens of the first request are computed before the 1,021 of the second.
+    Restarted, the prompts of 1,000 tokens are: the first tokens are there again at 7.5 s and 8.5 s.
+    """
+    node = NodeGroup(count=2, devices=1, device_gb=20, dram_gb=100, links=LinkSpeeds(remote=1, ssd=1, device=20))
+    failures = Failures(events=(Failure(node="node-0", at=6, seconds=100),))
+    runtime = Runtime.model_validate({"in_dram": True, "failover": failover})
+    service = LONG.model_copy(update={"concurrency": 2})
+    machines = ClusterFile(nodes=(node,), runtime=runtime, failures=failures)
+    outcome = simulate(machines, [model("a", service=service)], [ask(0, "a", 1000), ask(3, "a", 1000)], PLAIN)
+    served = sorted(outcome.served, key=lambda s: s.at)
+    assert [s.pause for s in served] == pytest.approx(pauses)
+    assert [s.ended - s.at - s.ttft - 10 for s in served] == pytest.approx(pauses)
+
+
+def test_prompt_of_a_resumed_request_is_computed_in_turns_with_a_busy_neighbour() -> None:
+    """It has 55 of its tokens at 6 s. With its prompt these are 155, at half of 1,000 a second."""
+    node = {"devices": 1, "device_gb": 20, "dram_gb": 100, "links": LinkSpeeds(remote=1, ssd=1, device=20)}
+    first, second = (NodeGroup.model_validate({"name": n, "kind": n, **node}) for n in ("first", "second"))
+    failures = Failures(events=(Failure(node="first-0", at=6, seconds=100),))
+    machines = ClusterFile(nodes=(first, second), runtime=Runtime(in_dram=True), failures=failures)
+    models = [model("a", service=LONG), model("b", service=LONG, kinds=["second"])]
+    outcome = simulate(machines, models, [ask(0, "a"), ask(0, "b", 100, 601)], PLAIN)
+    assert next(s for s in outcome.served if s.model == "a").pause == pytest.approx(0.5 + 0.155 * 2)
+
+
 def test_request_over_its_waiting_limit_times_out() -> None:
     runtime = Runtime(in_dram=True, timeout_s=5)
     outcome = simulate(cluster(runtime), [model("a", service=Fixed(seconds=9))], [ask(0, "a"), ask(0, "a"), ask(8, "a")], PLAIN)

@@ -82,7 +82,6 @@ class Controller:
             self._arrivals = False
             self.pump()  # requests of one instant are one decision
         if run.waiting:
-            run.cold = True
             world.clock.call_later(world.runtime.timeout_s, lambda: self._timed_out(run))
 
     def _fits_nowhere(self, model: SimModel) -> bool:
@@ -301,7 +300,6 @@ class Controller:
         if world.runtime.exclusive:
             run = start.instance.bound = model.queue.popleft()
             run.waiting = False
-            run.cold = True
             if not model.queue:
                 self._hungry.pop(model, None)
         for key in option.key:

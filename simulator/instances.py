@@ -246,6 +246,7 @@ class Instance:
         run.instance, run.waiting = self, False
         if run.begun is None:
             run.begun = now if since is None else since
+            run.cold = self.ready_at > run.arrived
         if self.keep_timer is not None:
             self.keep_timer.cancel()
             self.keep_timer = self.leaves_at = None

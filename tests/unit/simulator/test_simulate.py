@@ -64,6 +64,13 @@ def test_evicted_models_load_from_memory_and_uncached_ones_from_the_source() -> 
     assert [s.queued for s in run([ask(0)], cluster=but(ssd_gb=0, dram_gb=0)).served] == pytest.approx([10.5])
 
 
+def test_request_that_waits_only_for_a_slot_is_not_cold() -> None:
+    """Each takes 2 s, one after another. The first two wait for the start."""
+    outcome = run([ask(0), ask(1), ask(10), ask(10)])
+    assert [s.queued for s in outcome.served] == pytest.approx([2.5, 3.5, 0, 2])
+    assert [s.cold for s in outcome.served] == [True, True, False, False]
+
+
 def test_weights_that_were_read_from_a_disk_are_the_last_to_be_evicted_from_it() -> None:
     """The disk has room for two models: the third replaces the one that no start has read."""
     node = NODES.model_copy(update={"count": 1, "devices": 1, "dram_gb": 0, "ssd_gb": 20})

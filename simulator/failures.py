@@ -44,6 +44,7 @@ class Nodes:
             if start is not None:
                 if instance.bound is not None:
                     interrupted[instance.bound] = None
+                controller.stops.count(instance)
                 controller.starts.give_up(start)
             else:
                 interrupted.update(dict.fromkeys(controller.stops.drop(instance)))

@@ -298,6 +298,15 @@ def test_requests_of_a_failed_node_are_resumed_or_restarted(failover: str) -> No
     assert served.pause > 0.5
 
 
+def test_start_on_a_node_that_fails_counts_as_device_time_until_then() -> None:
+    """It ends after 0.25 s. The next one loads from 1 s to 11 s, and serves for 1 s."""
+    failures = Failures(events=(Failure(node="node-0", at=0.25, seconds=0.75),))
+    outcome = simulate(cluster(failures=failures), [model("a")], [ask(0, "a")], PLAIN)
+    assert outcome.ended_at == pytest.approx(12)
+    assert outcome.device_seconds == pytest.approx(0.25 + 11)
+    assert outcome.device_memory_gb_seconds == pytest.approx(10 * (0.25 + 11))
+
+
 @pytest.mark.parametrize(("failover", "pauses"), [("resume", [1.546, 2.567]), ("restart", [6.0, 4.5])])
 def test_pause_contains_the_prompts_that_are_computed_before(failover: str, pauses: list[float]) -> None:
     """First tokens at 1.5 s and 4 s; the node fails at 6 s, and the other one has loaded at 6.5 s.

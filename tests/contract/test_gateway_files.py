@@ -6,10 +6,10 @@ from pathlib import Path
 
 from services.gateway.adapters.prompt_length import TokenCounter
 from services.gateway.adapters.tokenizer_files import TokenizerFiles
-from tests.integration.loader.conftest import Client, LoaderProcess, client, loader, loader_environment
+from tests.integration.loader.conftest import Client, LoaderProcess, client, loader, loader_environment, mesh
 from thaw.demo.tokenizer import write_tokenizer
 
-__all__ = ["client", "loader", "loader_environment"]
+__all__ = ["client", "loader", "loader_environment", "mesh"]
 
 
 async def test_files_of_a_model_on_another_machine(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:

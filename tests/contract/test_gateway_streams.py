@@ -8,22 +8,18 @@ from collections.abc import AsyncIterator
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
-from pydantic import SecretStr
 
 from shared.contracts import subjects
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
-from shared.messaging import Mesh
 from shared.messaging.streams import catalog_bucket, ensure_trace_stream, idempotency_bucket
-from shared.settings import CommonSettings
+from tests.support.mesh_client import connected_mesh
 from tests.support.servers import NatsServer
 
 
 @pytest.fixture
 async def js(own_nats: NatsServer) -> AsyncIterator[JetStreamContext]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
-    await mesh.start()
-    yield mesh.nc.jetstream()
-    await mesh.stop()
+    async with connected_mesh(own_nats) as mesh:
+        yield mesh.nc.jetstream()
 
 
 @pytest.mark.parametrize("before", [False, True])

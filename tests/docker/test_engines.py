@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
 from services.enginehost.drivers.port import Launch
 from services.enginehost.runtimes import container
@@ -22,13 +21,12 @@ from services.enginehost.runtimes.docker import Docker
 from services.enginehost.settings import HostSettings
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState
-from shared.messaging import Mesh
-from shared.settings import CommonSettings
 from tests.docker.boxes import Boxes, docker_boxes, podman_boxes
 from tests.docker.engine import CommandFailed, image_of
 from tests.integration.nodeagent.harness import running_node, start_command
 from tests.support.hosted import MIB, Hosts, hosted_card
 from tests.support.intruder import tried_by_another_user
+from tests.support.mesh_client import connected_mesh
 from tests.support.servers import NatsServer
 
 pytestmark = pytest.mark.timeout(600)
@@ -79,16 +77,14 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 async def hosts(
     boxes: Boxes, nats_server: NatsServer, home: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> AsyncIterator[Hosts]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await mesh.start()
-    hosts = Hosts(mesh, f"n-{abs(hash(request.node.nodeid)) % 10**9}", nats_server.url, tmp_path)
-    await hosts.start()
-    yield hosts
-    hosts.close()
-    for instance in hosts.reports:
-        for left in boxes.containers(instance):
-            boxes("rm", "-f", left)
-    await mesh.stop()
+    async with connected_mesh(nats_server) as mesh:
+        hosts = Hosts(mesh, f"n-{abs(hash(request.node.nodeid)) % 10**9}", nats_server.url, tmp_path)
+        await hosts.start()
+        yield hosts
+        hosts.close()
+        for instance in hosts.reports:
+            for left in boxes.containers(instance):
+                boxes("rm", "-f", left)
 
 
 def card(image: str, *args: str, **more: Any) -> ModelCard:

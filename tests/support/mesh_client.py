@@ -14,12 +14,13 @@ from pydantic import SecretStr
 
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
+from tests.support.nats_accounts import NatsAccount
 from tests.support.servers import NatsServer
 
 
 @asynccontextmanager
-async def connected_mesh(server: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
+async def connected_mesh(server: NatsServer | NatsAccount, mesh_type: type[Mesh] = Mesh) -> AsyncIterator[Mesh]:
+    mesh = mesh_type(CommonSettings(nats_url=SecretStr(server.url)), "test")
     await mesh.start()
     try:
         yield mesh

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import TypeVar
+
+import pytest
 
 from shared.contracts.base import Request
 from shared.messaging import Mesh
+from tests.support.mesh_client import connected_mesh
+from tests.support.servers import NatsServer
 
 _PATIENCE_MS = 60_000
 _R = TypeVar("_R", bound=Request)
@@ -26,3 +31,10 @@ class PatientMesh(Mesh):
 
     async def fetch(self, subject: str, message: Request, *, with_reports: bool = False) -> bytes:
         return await super().fetch(subject, patient(message), with_reports=with_reports)
+
+
+@pytest.fixture
+async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
+    """Connect a patient mesh to the NATS server that all tests of a process share."""
+    async with connected_mesh(nats_server, PatientMesh) as mesh:
+        yield mesh

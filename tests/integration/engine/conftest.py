@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from pydantic import SecretStr
 
 from shared.messaging import Mesh
-from shared.settings import CommonSettings
 from tests.integration.engine.processes import exited, forked
 from tests.integration.engine.stage_processes import Group
 from tests.support.engines import Engines, ZygoteClient, ZygoteProcess
 from tests.support.paced_zygote import MODULE, Pace
-from tests.support.patient_mesh import PatientMesh
+from tests.support.patient_mesh import mesh
 from tests.support.segments import FakeLoader, card_of
 from tests.support.servers import NatsServer
+
+__all__ = ["mesh"]
 
 if TYPE_CHECKING:
     from tests.integration.engine.loaded_model import LoadedModel
@@ -116,14 +116,6 @@ def pace(tmp_path: Path) -> Pace:
 def paces(tmp_path: Path, pace: Pace) -> tuple[Pace, Pace]:
     """Return the paces of two engines, of which the test slows one."""
     return pace, Pace(tmp_path, "other_step_s")
-
-
-@pytest.fixture
-async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await mesh.start()
-    yield mesh
-    await mesh.stop()
 
 
 @pytest.fixture

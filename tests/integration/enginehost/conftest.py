@@ -7,21 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr
 
 from shared.messaging import Mesh
-from shared.settings import CommonSettings
 from tests.support.hosted import Hosts
-from tests.support.patient_mesh import PatientMesh
+from tests.support.patient_mesh import mesh
 from tests.support.servers import NatsServer
 
-
-@pytest.fixture
-async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await mesh.start()
-    yield mesh
-    await mesh.stop()
+__all__ = ["mesh"]
 
 
 @pytest.fixture

@@ -10,26 +10,26 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 from tokenizers import Tokenizer
 
 from shared.contracts.engine import EngineStart
 from shared.contracts.models import ModelCard
 from shared.messaging import Mesh
-from shared.settings import CommonSettings
 from tests.support import forked_vllm
 from tests.support.hosted import Hosts, hosted_card
-from tests.support.patient_mesh import PatientMesh
+from tests.support.patient_mesh import mesh
 from tests.support.real_engines import directory as engines_directory
 from tests.support.real_engines import llama_server, python_of
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
+
+__all__ = ["mesh"]
 
 PATIENCE_S = 240.0
 """vLLM takes half a minute to start on an idle machine, and two on a busy one."""
@@ -221,14 +221,6 @@ def own_server(nats_server: NatsServer, model_directory: Path, tmp_path_factory:
 def real(request: pytest.FixtureRequest) -> RealEngine:
     found: RealEngine = request.getfixturevalue(request.param)
     return found
-
-
-@pytest.fixture
-async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await mesh.start()
-    yield mesh
-    await mesh.stop()
 
 
 async def listening(mesh: Mesh, url: str, real: RealEngine) -> Hosts:

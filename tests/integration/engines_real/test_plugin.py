@@ -6,6 +6,7 @@ changes its model for others of the same template key. One vLLM for all tests of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from pydantic import SecretStr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.enginehost.drivers.overlay import plugin_path
@@ -27,11 +27,10 @@ from shared.contracts import subjects
 from shared.contracts.base import Done
 from shared.contracts.engine import ChangeModel, EngineReport
 from shared.contracts.models import ModelCard
-from shared.messaging import Mesh
-from shared.settings import CommonSettings
 from tests.integration.engines_real.conftest import FAMILY, PATIENCE_S, PluginEngine, plugin_card
 from tests.integration.nodeagent.harness import gone
 from tests.support.hosted import Hosts
+from tests.support.mesh_client import connected_mesh
 from tests.support.real_engines import python_of
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
@@ -72,20 +71,16 @@ class FromLoader:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def from_loader(nats_server: NatsServer, plugin_vllm: PluginEngine) -> AsyncIterator[FromLoader]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await mesh.start()
     start = plugin_vllm.start
-    hosts = Hosts(mesh, start.node, nats_server.url, plugin_vllm.spawner.directory)
-    hosts.patience_s = PATIENCE_S
-    await hosts.start()
-    try:
-        found = FromLoader(hosts, start.environment, start.instance_id, start.log_path)
-        report = await found.report()
-        assert report.state == "ready", report.error
-        yield found
-    finally:
-        plugin_vllm.close()
-        await mesh.stop()
+    async with connected_mesh(nats_server) as mesh:
+        hosts = Hosts(mesh, start.node, nats_server.url, plugin_vllm.spawner.directory)
+        hosts.patience_s = PATIENCE_S
+        await hosts.start()
+        with contextlib.closing(plugin_vllm):
+            found = FromLoader(hosts, start.environment, start.instance_id, start.log_path)
+            report = await found.report()
+            assert report.state == "ready", report.error
+            yield found
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from pydantic import SecretStr
 
 from services.gateway.adapters import idempotency_store
 from services.gateway.adapters.idempotency_store import Claim, Entry, IdempotencyStore
 from shared.contracts import subjects
 from shared.messaging import Mesh
-from shared.settings import CommonSettings
+from tests.support.mesh_client import connected_mesh
 from tests.support.nats_accounts import NatsAccount
 
 REPLY, OTHER = subjects.keyed_reply("g", "one-1"), subjects.keyed_reply("g", "other-1")
@@ -28,10 +27,8 @@ async def opened(mesh: Mesh) -> IdempotencyStore:
 
 @pytest.fixture
 async def mesh(own_nats: NatsAccount) -> AsyncIterator[Mesh]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
-    await mesh.start()
-    yield mesh
-    await mesh.stop()
+    async with connected_mesh(own_nats) as mesh:
+        yield mesh
 
 
 async def send(mesh: Mesh, reply: str, first: int, count: int = 1) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import openai
 import pytest
 from nats.aio.msg import Msg
-from pydantic import SecretStr
 
 from services.gateway.adapters.key_marker import KeyMarker
 from services.gateway.adapters.key_store import KeyStore
@@ -22,13 +21,12 @@ from shared.contracts import subjects
 from shared.contracts.keys import ApiKey
 from shared.contracts.limits import GatewayPresent, LeaseLimits, LimitsLeased
 from shared.errors import RateLimitExceeded
-from shared.messaging import Mesh
-from shared.settings import CommonSettings
 from tests.integration.gateway.api_keys import add_key, status_of
 from tests.integration.gateway.clients import openai_client
 from tests.integration.gateway.command_line import output_of, thaw
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.support.fake_engine import FakeNode, hang
+from tests.support.mesh_client import connected_mesh
 from tests.support.nats_accounts import NatsAccount
 
 ASK: dict[str, Any] = {"model": "alpha", "messages": [{"role": "user", "content": "Hi"}]}
@@ -97,17 +95,15 @@ async def test_requests_do_not_ask_a_frozen_gateway_one_after_the_other(own_nats
     async def receive(message: Msg) -> None:
         asked.append(message.data)  # a frozen process replies to nothing
 
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
-    await mesh.start()
-    own, live = (RateLimiter(mesh, name, KeyStore(KeyMarker(tmp_path))) for name in ("own", "live"))
-    await mesh.nc.subscribe(subjects.gateway_limits("frozen"), cb=receive)
-    await mesh.respond(subjects.gateway_limits("live"), LEASE_LIMITS, live.on_lease).start()
-    for name in ("frozen", "live"):
-        await own.on_presence(GatewayPresent(gateway=name))
-    key = ApiKey(name=_key_owned_in_order("frozen", "live", "own"), created=0, requests_per_minute=100)
-    await asyncio.gather(*(own.admit(key, 1.0) for _ in range(4)))
-    assert len(asked) in (1, 2)  # a second time only if this process was paused beyond the deadline
-    await mesh.stop()
+    async with connected_mesh(own_nats) as mesh:
+        own, live = (RateLimiter(mesh, name, KeyStore(KeyMarker(tmp_path))) for name in ("own", "live"))
+        await mesh.nc.subscribe(subjects.gateway_limits("frozen"), cb=receive)
+        await mesh.respond(subjects.gateway_limits("live"), LEASE_LIMITS, live.on_lease).start()
+        for name in ("frozen", "live"):
+            await own.on_presence(GatewayPresent(gateway=name))
+        key = ApiKey(name=_key_owned_in_order("frozen", "live", "own"), created=0, requests_per_minute=100)
+        await asyncio.gather(*(own.admit(key, 1.0) for _ in range(4)))
+        assert len(asked) in (1, 2)  # a second time only if this process was paused beyond the deadline
 
 
 async def test_a_pause_of_this_process_gives_its_keys_no_second_budget(
@@ -115,25 +111,23 @@ async def test_a_pause_of_this_process_gives_its_keys_no_second_budget(
 ) -> None:
     # That of the tests stands still in a pause.
     monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda _: time.monotonic())
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
-    await mesh.start()
-    own, other = (RateLimiter(mesh, name, KeyStore(KeyMarker(tmp_path))) for name in ("own", "other"))
-    pauses = [2.0]
+    async with connected_mesh(own_nats) as mesh:
+        own, other = (RateLimiter(mesh, name, KeyStore(KeyMarker(tmp_path))) for name in ("own", "other"))
+        pauses = [2.0]
 
-    async def lease(ask: LeaseLimits) -> LimitsLeased:
-        if pauses:
-            time.sleep(pauses.pop())  # noqa: ASYNC251  # the whole process is paused
-        return await other.on_lease(ask)
+        async def lease(ask: LeaseLimits) -> LimitsLeased:
+            if pauses:
+                time.sleep(pauses.pop())  # noqa: ASYNC251  # the whole process is paused
+            return await other.on_lease(ask)
 
-    await mesh.respond(subjects.gateway_limits("other"), LEASE_LIMITS, lease).start()
-    await own.on_presence(GatewayPresent(gateway="other"))
-    key = ApiKey(name=_key_owned_in_order("other", "own"), created=0, requests_per_minute=2)
-    await asyncio.gather(*(own.admit(key, 1.0) for _ in range(2)))
-    assert not pauses
-    for limiter in (own, other):
-        with pytest.raises(RateLimitExceeded):
-            await limiter.admit(key, 1.0)
-    await mesh.stop()
+        await mesh.respond(subjects.gateway_limits("other"), LEASE_LIMITS, lease).start()
+        await own.on_presence(GatewayPresent(gateway="other"))
+        key = ApiKey(name=_key_owned_in_order("other", "own"), created=0, requests_per_minute=2)
+        await asyncio.gather(*(own.admit(key, 1.0) for _ in range(2)))
+        assert not pauses
+        for limiter in (own, other):
+            with pytest.raises(RateLimitExceeded):
+                await limiter.admit(key, 1.0)
 
 
 def _key_owned_in_order(*gateways: str) -> str:

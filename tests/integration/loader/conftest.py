@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from nats.aio.msg import Msg
-from pydantic import SecretStr
 
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
@@ -30,9 +29,10 @@ from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.segment import segment_prefix
 from shared.errors import Unreachable
 from shared.messaging import Mesh
-from shared.settings import CommonSettings
-from tests.support.patient_mesh import PatientMesh
+from tests.support.patient_mesh import mesh
 from tests.support.servers import NatsServer
+
+__all__ = ["mesh"]
 
 SHM = Path("/dev/shm")
 
@@ -151,10 +151,7 @@ def loader(nats_server: NatsServer, tmp_path: Path, loader_environment: dict[str
 
 
 @pytest.fixture
-async def client(loader: LoaderProcess, nats_server: NatsServer) -> AsyncIterator[Client]:
-    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await mesh.start()
+async def client(loader: LoaderProcess, mesh: Mesh) -> Client:
     client = Client(mesh, loader.node)
     await client.until_served()
-    yield client
-    await mesh.stop()
+    return client

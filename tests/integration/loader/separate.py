@@ -19,8 +19,8 @@ from shared.contracts.models import ModelCard
 from shared.contracts.segment import PagesHandle
 from shared.mapping import map_extents
 from shared.messaging import Mesh
-from shared.settings import CommonSettings
 from tests.integration.loader.conftest import Client
+from tests.support.mesh_client import connected_mesh
 from tests.support.patient_mesh import PatientMesh
 from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import write_checkpoint
@@ -104,28 +104,26 @@ async def separate_loader(
 
     `devices`: as THAW_DEVICES. `cache_bytes`: of its SSD cache, under `home`.
     """
-    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
-    await mesh.start()
-    loader = SeparateLoader(mesh, node)
-    await mesh.listen(subjects.loader_status(node), LoaderStatus, loader.hear).start()
-    home.mkdir()
-    settings = LoaderSettings(
-        nats_url=SecretStr(server.url),
-        home=home,
-        node=node,
-        dram_bytes=0,
-        cache_bytes=cache_bytes,
-        cache_dir=home / "cache",
-        peer_host="",
-        verify=True,
-        devices=f"cpu:0=1GiB,{devices}",
-    )
-    stop = asyncio.Event()
-    running = asyncio.create_task(app.run(settings, stop))
-    await loader.client.until_served()
-    try:
-        yield loader
-    finally:
-        stop.set()
-        assert await asyncio.wait_for(running, 60) == 0
-        await mesh.stop()
+    async with connected_mesh(server, PatientMesh) as mesh:
+        loader = SeparateLoader(mesh, node)
+        await mesh.listen(subjects.loader_status(node), LoaderStatus, loader.hear).start()
+        home.mkdir()
+        settings = LoaderSettings(
+            nats_url=SecretStr(server.url),
+            home=home,
+            node=node,
+            dram_bytes=0,
+            cache_bytes=cache_bytes,
+            cache_dir=home / "cache",
+            peer_host="",
+            verify=True,
+            devices=f"cpu:0=1GiB,{devices}",
+        )
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.run(settings, stop))
+        await loader.client.until_served()
+        try:
+            yield loader
+        finally:
+            stop.set()
+            assert await asyncio.wait_for(running, 60) == 0

@@ -17,9 +17,8 @@ from shared.contracts import subjects
 from shared.contracts.loader import AttachWeights, LoaderStatus, WeightsAttached
 from shared.contracts.node import WEIGHTS_ON_GPU, Capability, NodeStatus
 from shared.contracts.segment import CudaIpcHandle
-from shared.settings import CommonSettings
+from shared.messaging import Mesh
 from tests.integration.loader.conftest import Client
-from tests.support.patient_mesh import PatientMesh
 from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import write_checkpoint
 from tests.unit.loader.devices.fake_driver import FakeDriver
@@ -29,14 +28,12 @@ NODE = "n-gpu"
 
 
 async def test_stopping_status_precedes_the_release_of_device_memory(
-    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = FakeDriver()
     monkeypatch.setattr(app, "has_driver", lambda: True)
     monkeypatch.setattr(app, "load_driver", lambda: driver)
     monkeypatch.setattr(app, "group_bytes", lambda *_, cache: 1 << 20)
-    mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await mesh.start()
     statuses: list[LoaderStatus] = []
 
     async def hear(status: LoaderStatus) -> None:
@@ -71,5 +68,4 @@ async def test_stopping_status_precedes_the_release_of_device_memory(
     assert warned.segments[0].on_devices == {"cuda:0": found.total_bytes}
     assert driver.memory == {}
     assert driver.pinned == {}
-    await mesh.stop()
     (SHM / found.segment).unlink()

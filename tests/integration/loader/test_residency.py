@@ -56,7 +56,7 @@ class Reports:
 
 
 @pytest.fixture
-async def client(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Client]:
+async def client(mesh: Mesh, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Client]:
     """A loader with a separate device of 32 pages."""
     settings = LoaderSettings.model_validate(
         {
@@ -70,15 +70,13 @@ async def client(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Clien
         }
     )
     (tmp_path / "home").mkdir()
-    mesh, stop = Mesh(settings, "test"), asyncio.Event()
-    await mesh.start()
+    stop = asyncio.Event()
     running = asyncio.create_task(app.run(settings, stop))
     client = Client(mesh, NODE)
     await client.until_served()
     yield client
     stop.set()
     assert await asyncio.wait_for(running, 60) == 0
-    await mesh.stop()
 
 
 async def load(client: Client, instance: str, card: ModelCard) -> WeightsAttached:

@@ -6,6 +6,7 @@ Every bound holds, those of earlier versions are updated, and a full store repor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ import pytest
 from nats.js.api import StreamConfig
 from nats.js.errors import APIError, KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
-from pydantic import SecretStr
 
 from services.gateway.adapters.idempotency_store import Claim, Entry, IdempotencyStore
 from services.gateway.adapters.key_marker import KeyMarker
@@ -28,7 +28,7 @@ from shared.contracts.models import ModelCard, ModelSpec
 from shared.errors import StoreFull
 from shared.messaging import Mesh, full_stores, streams
 from shared.messaging.streams import StreamRefused
-from shared.settings import CommonSettings
+from tests.support.mesh_client import connected_mesh
 from tests.support.servers import NatsServer
 from thaw.launcher.home import Home
 from thaw.launcher.plan import Credentials, MeshPlan
@@ -40,10 +40,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 async def mesh(own_nats: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(own_nats.url)), "test")
-    await mesh.start()
-    yield mesh
-    await mesh.stop()
+    async with connected_mesh(own_nats) as mesh:
+        yield mesh
 
 
 @pytest.fixture
@@ -221,22 +219,19 @@ async def test_the_sum_of_the_bounds_fits_the_servers_limit(tmp_path: Path) -> N
     server = NatsServer(
         jetstream=f"max_file_store: {stream_limits.max_file_store()}, max_memory_store: {stream_limits.MAX_MEMORY_STORE_BYTES}"
     )
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(server.url)), "test")
-    await mesh.start()
-    try:
-        js = mesh.nc.jetstream()
-        await streams.ensure_keyed_stream(js, 60, stream_limits.KEYED_REPLIES_BYTES)
-        for name, size in stream_limits.MAX_BYTES.items():
-            if name != subjects.KEYED_STREAM:
-                await js.add_stream(StreamConfig(name=f"S_{name}", subjects=[f"s.{name}"], max_bytes=size))
-        with pytest.raises(APIError) as refused:
-            await js.add_stream(StreamConfig(name="MORE", subjects=["more"], max_bytes=sum(stream_limits.MAX_BYTES.values())))
-        assert refused.value.err_code in full_stores.NO_STORAGE
-        with pytest.raises(StreamRefused, match="max_file_store"):
-            await streams._create(js, StreamConfig(name="MORE", subjects=["more"], max_bytes=sum(stream_limits.MAX_BYTES.values())))
-    finally:
-        await mesh.stop()
-        server.close()
+    with contextlib.closing(server):
+        async with connected_mesh(server) as mesh:
+            js = mesh.nc.jetstream()
+            await streams.ensure_keyed_stream(js, 60, stream_limits.KEYED_REPLIES_BYTES)
+            for name, size in stream_limits.MAX_BYTES.items():
+                if name != subjects.KEYED_STREAM:
+                    await js.add_stream(StreamConfig(name=f"S_{name}", subjects=[f"s.{name}"], max_bytes=size))
+            more = StreamConfig(name="MORE", subjects=["more"], max_bytes=sum(stream_limits.MAX_BYTES.values()))
+            with pytest.raises(APIError) as refused:
+                await js.add_stream(more)
+            assert refused.value.err_code in full_stores.NO_STORAGE
+            with pytest.raises(StreamRefused, match="max_file_store"):
+                await streams._create(js, more)
 
 
 def test_launcher_and_compose_configure_the_same_store_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

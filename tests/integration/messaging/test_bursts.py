@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.messaging.mesh import Mesh
-from shared.settings import CommonSettings
+from tests.support.mesh_client import connected_mesh
 from tests.support.servers import NatsServer
 
 MESSAGES = 8_000
@@ -13,7 +12,6 @@ BODY = b"x" * 150
 
 
 async def test_other_tasks_run_during_a_burst(nats_server: NatsServer) -> None:
-    mesh, sender = (Mesh(CommonSettings(nats_url=nats_server.url), name) for name in ("receiver", "sender"))
     received = turn = longest = 0
     done = asyncio.Event()
 
@@ -30,11 +28,9 @@ async def test_other_tasks_run_during_a_burst(nats_server: NatsServer) -> None:
             turn = 0
             await asyncio.sleep(0)
 
-    await mesh.start()
-    await sender.start()
-    try:
-        await mesh.nc.subscribe("burst", cb=on_message)
-        await mesh.flush()
+    async with connected_mesh(nats_server) as receiver, connected_mesh(nats_server) as sender:
+        await receiver.nc.subscribe("burst", cb=on_message)
+        await receiver.flush()
         other = asyncio.create_task(other_task())
         # One thread: all messages are sent and in the receiver's socket buffer before the receiver
         # reads.
@@ -45,6 +41,3 @@ async def test_other_tasks_run_during_a_burst(nats_server: NatsServer) -> None:
         await other
         # Two reads of nats-py, 32 KiB each: one being parsed and one being handled.
         assert longest <= 2 * (32 << 10) // len(BODY), longest
-    finally:
-        await sender.stop()
-        await mesh.stop()

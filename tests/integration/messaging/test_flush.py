@@ -18,24 +18,19 @@ from tests.support.servers import NatsServer
 from tests.support.stopping import stop
 
 
-async def test_messages_arrive_after_a_flush_was_cancelled(nats_server: NatsServer) -> None:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
-    await asyncio.wait_for(mesh.start(), 60)
-    try:
-        answered = mesh.nc._pongs_received
-        flush = asyncio.create_task(mesh.flush())
-        async with asyncio.timeout(60):
-            while not mesh.nc._pongs:  # noqa: ASYNC110 - the ping is out; nats-py has no event for it
-                await asyncio.sleep(0)
-        flush.cancel()
-        await asyncio.gather(flush, return_exceptions=True)
-        await mesh.flush()
-        assert mesh.nc._pongs_received >= answered + 2, "the cancelled flush was answered too"
-        subscription = await mesh.nc.subscribe("greeting.flush")
-        await mesh.nc.publish("greeting.flush", b"hello")
-        assert (await subscription.next_msg(timeout=60)).data == b"hello"
-    finally:
-        await mesh.stop()
+async def test_messages_arrive_after_a_flush_was_cancelled(mesh: Mesh) -> None:
+    answered = mesh.nc._pongs_received
+    flush = asyncio.create_task(mesh.flush())
+    async with asyncio.timeout(60):
+        while not mesh.nc._pongs:  # noqa: ASYNC110 - the ping is out; nats-py has no event for it
+            await asyncio.sleep(0)
+    flush.cancel()
+    await asyncio.gather(flush, return_exceptions=True)
+    await mesh.flush()
+    assert mesh.nc._pongs_received >= answered + 2, "the cancelled flush was answered too"
+    subscription = await mesh.nc.subscribe("greeting.flush")
+    await mesh.nc.publish("greeting.flush", b"hello")
+    assert (await subscription.next_msg(timeout=60)).data == b"hello"
 
 
 async def test_stop_succeeds_if_the_server_does_not_respond(own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from shared.messaging import Mesh, responders
 from shared.settings import CommonSettings
 from shared.tasks import end
 from tests.support.asking import ASK, Answer, Ask
+from tests.support.mesh_client import connected_mesh
 from tests.support.servers import NatsServer
 
 SUBJECT = "handlers.test"
@@ -61,19 +62,9 @@ def server(nats_server: NatsServer) -> CommonSettings:
 
 
 @pytest.fixture
-async def mesh(server: CommonSettings) -> AsyncIterator[Mesh]:
-    mesh = Mesh(server, "handlers")
-    await mesh.start()
-    yield mesh
-    await mesh.stop()
-
-
-@pytest.fixture
-async def requester(server: CommonSettings) -> AsyncIterator[Mesh]:
-    mesh = Mesh(server, "requester")
-    await mesh.start()
-    yield mesh
-    await mesh.stop()
+async def requester(nats_server: NatsServer) -> AsyncIterator[Mesh]:
+    async with connected_mesh(nats_server) as requester:
+        yield requester
 
 
 @pytest.fixture

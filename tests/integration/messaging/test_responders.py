@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import AsyncIterator
 
 import pytest
-from pydantic import SecretStr
 
 from shared.contracts.base import Done, Message
 from shared.contracts.engine import ENGINE_CONTROL, EngineControl, PingEngine
 from shared.errors import Unreachable
 from shared.messaging import Mesh
-from shared.settings import CommonSettings
-from tests.support.servers import NatsServer
 
 SUBJECT = "thaw.test.owner"
 LONG_MS = 3_600_000
@@ -25,14 +21,6 @@ class Owner:
 
     async def handle(self, _: EngineControl) -> Message:
         return Done()
-
-
-@pytest.fixture
-async def mesh(nats_server: NatsServer) -> AsyncIterator[Mesh]:
-    mesh = Mesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "responders")
-    await mesh.start()
-    yield mesh
-    await mesh.stop()
 
 
 @pytest.mark.parametrize("concurrent", [False, True], ids=["serial", "concurrent"])

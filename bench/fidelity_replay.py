@@ -287,7 +287,16 @@ def machines(m: Measured, separate: SeparateDevices | None = None) -> tuple[Clus
         concurrency=16,
     )
     models = tuple(
-        ModelGroup(name=n, weights_gb=weights_gb, kv_gb=kv_gb, service=service, slo_ttft=10, keep_alive=-1) for n in NAMES
+        ModelGroup(
+            name=n,
+            weights_gb=weights_gb,
+            kv_gb=kv_gb,
+            service=service,
+            slo_ttft=10,
+            has_ttft_objective=False,
+            keep_alive=-1,
+        )
+        for n in NAMES
     )
     return ClusterFile(nodes=(node,), runtime=runtime), models
 

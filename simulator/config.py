@@ -247,6 +247,10 @@ class ModelGroup(_Strict):
     services: dict[str, Service] = Field(default_factory=dict, description="By kind of device, where it differs.")
     kinds: frozenset[str] = Field(default=frozenset(), description="Kinds of device it may be on; empty: all.")
     slo_ttft: float = Field(gt=0)
+    has_ttft_objective: bool = Field(
+        default=True,
+        description="False: slo_ttft only counts requests in time, and the scheduler knows no such objective. Only with --mesh.",
+    )
     slo_tpot: float | None = Field(default=None, gt=0)
     percentile: float = Field(
         default=0.98, gt=0, lt=1, description="Share of requests within slo_ttft that makes a function compliant."

@@ -204,6 +204,7 @@ def _model(view: ModelView, requests: Sequence[RequestTrace]) -> dict[str, Any]:
             "concurrency": spec.max_concurrency,
         },
         "slo_ttft": spec.slo.ttft or SLO_TTFT_S,
+        "has_ttft_objective": spec.slo.ttft is not None,
         "slo_tpot": spec.slo.tpot,
         "percentile": spec.slo.percentile,
         "keep_alive": -1 if spec.pin else spec.keep_alive,

@@ -93,7 +93,9 @@ class Agents:
         if node.alive:
             self._post(LoaderStatusReceived(self._world.clock.now + self._delay, node.loader_status()))
 
-    def loads_changed(self, node: MeshNode) -> None:
+    def on_load_changed(self, instance: MeshInstance) -> None:
+        """Report the load of an instance soon."""
+        node = self._nodes[instance.node.name]
         if node.name not in self._dirty:
             self._dirty[node.name] = None
             self._world.clock.call_later(LOADS_COALESCE_S, lambda: self.report(node) if node.name in self._dirty else None)
@@ -241,6 +243,7 @@ class Agents:
         world, model, s = self._world, self._world.models[instance.model], self._world.runtime.startup
         if instance.then == "suspend" and node.sim.dram.add(f"snapshot:{instance.key}", model.snapshot):
             node.sim.dram.pin(f"snapshot:{instance.key}")
+            self.report_loader(node)
             seconds = s.leave_s + model.snapshot / min(link.bandwidth for link in instance.device.path)
             world.clock.call_later(seconds, lambda: self._on_suspended(node, instance))
             return
@@ -257,6 +260,7 @@ class Agents:
         self.weights.unpin(instance)
         self._world.outcome.suspensions += 1
         self.report(node)
+        self.report_loader(node)
 
     def resume(self, node: MeshNode, command: ResumeInstance, before: Spans = ()) -> None:
         instance, world = node.instances.get(command.instance_id), self._world
@@ -290,6 +294,7 @@ class Agents:
             instance.resume_s = world.clock.now - began
             world.outcome.startup.append(world.clock.now - began)
             self._on_ready(node, instance)
+            self.report_loader(node)
 
         instance.flows.append(node.sim.network.start(instance.device.path, instance.snapshot, restore_later))
 
@@ -304,10 +309,9 @@ class Agents:
 
     def on_emptied(self, instance: MeshInstance) -> None:
         """Handle an instance whose last request has left it."""
-        node = self._nodes[instance.node.name]
-        self.loads_changed(node)
+        self.on_load_changed(instance)
         if instance.state is InstanceState.DRAINING and not instance.engine.runs:
-            self._on_drained(node, instance)
+            self._on_drained(self._nodes[instance.node.name], instance)
 
     def _on_gone(self, node: MeshNode, instance: MeshInstance) -> None:
         if self._by_engine.pop(instance.key, None) is None:
@@ -321,6 +325,7 @@ class Agents:
         instance.device.instances.pop(instance.key, None)
         self.report(node)
         del node.instances[instance.key]
+        self.report_loader(node)
 
     def _drop_snapshot(self, node: MeshNode, instance: MeshInstance) -> None:
         node.sim.dram.unpin(f"snapshot:{instance.key}")

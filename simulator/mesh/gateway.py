@@ -44,13 +44,13 @@ class _Queue:
 class Gateway:
     """The gateway.
 
-    `report_demand`: sends demand to the scheduler. `loads_changed`: an engine's load changed.
+    `report_demand`: sends demand to the scheduler. `on_load_changed`: an engine's load has changed.
     """
 
     def __init__(
-        self, world: World, report_demand: Callable[[Demand], None], loads_changed: Callable[[MeshInstance], None]
+        self, world: World, report_demand: Callable[[Demand], None], on_load_changed: Callable[[MeshInstance], None]
     ) -> None:
-        self._world, self._send_demand, self._loads_changed = world, report_demand, loads_changed
+        self._world, self._send_demand, self._on_load_changed = world, report_demand, on_load_changed
         self._queues = {name: _Queue(model) for name, model in world.models.items()}
         self.open = 0
         """Requests without an answer so far."""
@@ -153,7 +153,7 @@ class Gateway:
         if run.begun is None:
             run.cold = instance.engine.ready_at > run.arrived
         instance.engine.admit(run)
-        self._loads_changed(instance)
+        self._on_load_changed(instance)
 
     def _report_demand(self, queue: _Queue) -> None:
         """Report demand: with the first waiting request, every second, and at the end.

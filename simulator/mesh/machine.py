@@ -11,6 +11,7 @@ from shared.contracts.engine import EngineLoad
 from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, SegmentStatus
 from shared.contracts.node import DeviceStatus, InstanceMemory, InstanceState, InstanceStatus, NodeStatus, StartInstance, Suspension
 from shared.contracts.phases import Phase, PhaseSpan
+from simulator.config import Runtime
 from simulator.instances import Instance, SimDevice, SimNode
 from simulator.links import Flow, Link
 from simulator.mesh.residency import Residency
@@ -69,8 +70,8 @@ class MeshInstance:
 class MeshNode:
     """A node. `boot`: how often its nodeagent has started."""
 
-    def __init__(self, sim: SimNode) -> None:
-        self.sim, self.name = sim, sim.name
+    def __init__(self, sim: SimNode, runtime: Runtime) -> None:
+        self.sim, self.name, self._runtime = sim, sim.name, runtime
         self.instances: dict[str, MeshInstance] = {}
         self.boot, self.seq = 1, 1
         self.snapshots = 0
@@ -124,6 +125,7 @@ class MeshNode:
             for w, n in sim.dram.held.items()
             if w not in held and not w.startswith("snapshot:")
         ]
+        cached_bytes = sum(c.nbytes for c in cached)
         cached += [CachedModel(weights_id=w, tier="ssd", nbytes=n) for w, n in sim.ssd.held.items()]
         links = [_link("remote:store", sim, sim.nic), _link("ssd:disk", sim, sim.disk)]
         links += [_link(f"bus:cuda:{d.index}", sim, d.link) for d in sim.devices]
@@ -142,9 +144,11 @@ class MeshNode:
             links=tuple(links),
             memory=tuple(self.residency[d.key].memory(self._peers(d)) for d in sim.devices if self.residency),
             cached=tuple(cached),
-            dram_budget_bytes=sim.dram.capacity,
+            dram_bytes=cached_bytes,
+            # Instances and snapshots hold the rest of the memory.
+            dram_budget_bytes=cached_bytes + sim.dram.free if self._runtime.cache_dram else 0,
             ssd_bytes=sim.ssd.used,
-            ssd_budget_bytes=sim.ssd.capacity,
+            ssd_budget_bytes=sim.ssd.capacity if self._runtime.cache_ssd else 0,
         )
 
 

@@ -76,6 +76,7 @@ class _Migration:
             if destination.engine.open:
                 run.prepared = self._prepared.get(run, 0)
                 destination.engine.admit(run)
+                self._agents.on_load_changed(destination)
             else:
                 homeless.append(run)
         self._gateway.requeue(homeless)

@@ -2,7 +2,8 @@
 
 A load reserves the memory of its weights at its begin. Weights without an instance are reusable. If
 a load needs memory, the loader evicts reusable weights, whole or in part, those first that are
-least likely to be loaded again (Tangram Eq. 2). Simulated models share no tensors.
+least likely to be loaded again, weighted by latency sensitivity (Tangram Eq. 2). Simulated models
+share no tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Residency:
         """Sizes of all weights that the device has had, by model."""
         self._incomplete: set[str] = set()
         self.likelihood: Mapping[str, float] = {}
-        """Probability that a model is requested soon, by model."""
+        """Probability that a model is requested soon, times its latency sensitivity, by model."""
 
     def reserve(self, model: str, nbytes: int, instance: str) -> int:
         """Reserve the memory of a load, and return the bytes that the device lacks."""

@@ -38,7 +38,7 @@ from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Model, Node
 from shared.contracts.demand import Demand
 from shared.contracts.model_info import ModelInfo
-from shared.contracts.models import ModelCard, ModelSpec
+from shared.contracts.models import ModelCard, ModelSpec, Slo
 from shared.contracts.node import NODE_LOST_AFTER_S, STATUS_INTERVAL_S
 from shared.contracts.phases import Phase
 from simulator.config import GB, ClusterFile, ModelGroup
@@ -67,6 +67,12 @@ def card_of(name: str, group: ModelGroup) -> ModelCard:
         memory=int((group.weights_gb + group.kv_gb) * GB),
         priority=group.priority,
         replicas={"min": group.replicas_min, "max": group.replicas_max},
+        slo=Slo(
+            ttft=group.slo_ttft if group.has_ttft_objective else None,
+            tpot=group.slo_tpot,
+            percentile=group.percentile,
+        ),
+        latency_sensitivity=group.sensitivity,
     )
     info = ModelInfo(
         source=spec.source,
@@ -122,9 +128,9 @@ class Simulation:
         self._ticking, self._fails, self._coming = False, fails, 0
         self._pending_events: list[Event] = []
         self._deciding, self._sent = False, 0
-        self.nodes = {name: MeshNode(sim) for name, sim in self.world.nodes.items()}
+        self.nodes = {name: MeshNode(sim, cluster.runtime) for name, sim in self.world.nodes.items()}
         self.agents = Agents(self.world, self.nodes, self._receive_later, usual, recorded)
-        self._gateway = Gateway(self.world, self._send_demand, lambda i: self.agents.loads_changed(self.nodes[i.node.name]))
+        self._gateway = Gateway(self.world, self._send_demand, self.agents.on_load_changed)
         self.agents.listener = self._gateway
         self._migrator = Migrator(self.world, self.agents, self._gateway, self._receive_later)
         self.state = ClusterState(epoch=1, recovered_at=-1e6)
@@ -174,7 +180,7 @@ class Simulation:
         if self._gateway.open or self._fails or self.state.unschedulable or self.state.claimed:
             for node in self.nodes.values():
                 self.agents.report(node)
-                if node.sim.network.flows:
+                if node.sim.network.flows or self._fails:
                     self.agents.report_loader(node)
         self._clock.call_later(STATUS_INTERVAL_S, self._beat)
 
@@ -255,7 +261,7 @@ class Simulation:
             case SendPrefetch(node=node, command=prefetch):
                 self._send(partial(agents.weights.prefetch, nodes[node], prefetch))
             case SendExpectation(node=node, command=expected):
-                likelihood = {m.weights_id: m.likelihood for m in expected.models}
+                likelihood = {m.weights_id: m.likelihood * m.latency_sensitivity for m in expected.models}
                 self._send(partial(agents.weights.expect, nodes[node], likelihood))
             case SendCancelPrefetch(node=node, command=cancelled):
                 self._send(partial(agents.weights.cancel_prefetch, nodes[node], cancelled.weights_id))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from shared.contracts.loader import PrefetchWeights
 from shared.contracts.phases import Phase
+from simulator.instances import SimNode
 from simulator.links import Flow, Link
 from simulator.mesh.machine import MeshInstance, MeshNode
 from simulator.world import World
@@ -33,9 +35,9 @@ class Weights:
         missing = self.drop_prefetches(node).get(name, float(nbytes))
 
         def on_fetched() -> None:
-            sim.dram.add(name, nbytes)
-            sim.ssd.add(name, nbytes)
+            self._cache(sim, name)
             self.hold(instance)
+            self._report(node)
             arrived(Phase.FETCH)
 
         path = sim.source(instance.tier) if instance.tier != "dram" else ()
@@ -59,8 +61,8 @@ class Weights:
 
         def on_fetched() -> None:
             if missing == nbytes:
-                sim.dram.add(name, nbytes)
-                sim.ssd.add(name, nbytes)
+                self._cache(sim, name)
+                self._report(node)
             arrived(Phase.FETCH)
 
         path = sim.source(instance.tier) if instance.tier != "dram" else ()
@@ -85,6 +87,14 @@ class Weights:
 
         world.clock.call_later(world.runtime.startup.copy_s, copy)
 
+    def _cache(self, sim: SimNode, name: str, tier: Literal["dram", "ssd"] = "dram") -> None:
+        """Cache fetched weights on the node's disk and, unless `tier` is ssd, in its memory."""
+        runtime, nbytes = self._world.runtime, self._world.models[name].weights
+        if runtime.cache_dram and tier == "dram":
+            sim.dram.add(name, nbytes)
+        if runtime.cache_ssd:
+            sim.ssd.add(name, nbytes)
+
     @staticmethod
     def _shares(node: MeshNode, instance: MeshInstance, missing: int) -> list[tuple[tuple[Link, ...], float]]:
         """Divide a load between the host link and the fastest link from another device.
@@ -106,7 +116,7 @@ class Weights:
 
     @staticmethod
     def expect(node: MeshNode, likelihood: dict[str, float]) -> None:
-        """Price reusable weights by the likelihood that their models are requested."""
+        """Price reusable weights by their models' likelihood times latency sensitivity."""
         for residency in node.residency.values():
             residency.likelihood = likelihood
 
@@ -131,7 +141,6 @@ class Weights:
         self.unpin(instance)
         if node.residency:
             node.residency[instance.device.key].release(instance.model, instance.key, self._world.clock.now)
-            self._report(node)
 
     @staticmethod
     def unpin(instance: MeshInstance) -> None:
@@ -150,9 +159,7 @@ class Weights:
 
         def on_prefetched() -> None:
             del self._prefetches[node.name, name]
-            if command.tier == "dram":
-                sim.dram.add(name, nbytes)
-            sim.ssd.add(name, nbytes)
+            self._cache(sim, name, command.tier)
             self._report(node)
 
         self._prefetches[node.name, name] = sim.network.start(path, nbytes, on_prefetched, background=True)

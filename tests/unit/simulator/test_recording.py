@@ -79,6 +79,7 @@ def test_nodes_links_and_models(tmp_path: Path) -> None:
     assert node["links"] == {"remote": 0.125, "ssd": 3, "device": 100, "peer": None}
     asked, idle = models["models"]  # the more popular one first
     assert (asked["name"], asked["keep_alive"], asked["priority"], asked["slo_ttft"]) == ("b", 7, 3, 2)
+    assert [m["has_ttft_objective"] for m in (asked, idle)] == [True, False]
     assert asked["weights_gb"] + asked["kv_gb"] == pytest.approx(need_of(cards[1]).total / GB, rel=1e-4)
     assert asked["service"]["prefill_tokens_per_second"] == pytest.approx(500)  # 20 tokens in 40 ms
     assert asked["service"]["tpot_ms"] == pytest.approx(20)

@@ -22,8 +22,12 @@ from shared.watchdog.heartbeat import VARIABLE, Ear
 from shared.watchdog.process import cpu_wait_s, state_of
 
 LOOK_S = 1.0
-DUMP_S = 1.0
-"""Time that a hung process has to write its stack traces (SIGABRT) before it is killed."""
+DUMP_S = 5.0
+"""Time that a hung process has to write its stack traces (SIGABRT) before it is killed.
+
+On a busy machine it may not run for seconds.
+"""
+_POLL_S = 0.05
 SETTING = "THAW_WATCHDOG_S"
 _ENDS = (signal.SIGTERM, signal.SIGINT)
 
@@ -93,8 +97,14 @@ class Parent:
         self._hung = True
         _log("restarting a hung service", command=" ".join(self._command), pid=self._pid, reason=reason)
         self._send(signal.SIGABRT)
-        time.sleep(DUMP_S)
+        self._await_dump()
         self._send(signal.SIGKILL)
+
+    def _await_dump(self) -> None:
+        """Wait until the service has ended, at most `DUMP_S`; a stopped one writes nothing."""
+        deadline = time.monotonic() + DUMP_S
+        while state_of(self._pid) not in "TtZX" and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def _send(self, signum: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -19,18 +19,24 @@ import pytest
 from tests.support.launcher import ROOT, until
 
 # A service like all others. Its loop blocks for good once a file exists; it exits with 3 once
-# another one does.
+# another one does. The file `slow` makes it take two seconds for what it does at SIGABRT.
 SERVICE = """
-import asyncio, sys, time
+import asyncio, os, signal, sys, time
 from pathlib import Path
 from shared.runtime import run_service
 from shared.settings import CommonSettings
 here = Path(sys.argv[1])
+def dump(*_):
+    time.sleep(2)
+    (here / "dumped").write_text("")
+    os._exit(1)
 async def app(settings, stop):
     (here / "started").write_text("")
     while not stop.is_set():
         if (here / "block").exists():
             (here / "block").unlink()
+            if (here / "slow").exists():
+                signal.signal(signal.SIGABRT, dump)
             time.sleep(3600)
         if (here / "end").exists():
             return 3
@@ -105,6 +111,15 @@ def test_blocked_event_loop_is_logged_with_its_stack_and_restarted(watched: Watc
     log = watched.log.read_text()
     assert "Fatal Python error: Aborted" in log
     assert "in app" in log
+
+
+def test_hung_service_has_time_to_write_its_stack(watched: Watched) -> None:
+    old = watched.service.pid
+    (watched.here / "started").unlink()
+    (watched.here / "slow").write_text("")
+    (watched.here / "block").write_text("")
+    watched.await_another(old)
+    assert (watched.here / "dumped").exists()
 
 
 def test_exit_status_of_the_service_is_passed_on(watched: Watched) -> None:

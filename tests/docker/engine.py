@@ -15,10 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from shared.ports import free_port
 from tests.docker.stages import Builder
+from tests.support.launcher import until
 
 ROOT = Path(__file__).parents[2]
 OURS = ("gateway", "scheduler", "migrator", "loader", "nodeagent")
@@ -212,6 +214,13 @@ class Project:
         """Return the output of a command in a service's container."""
         options = ["-i"] + (["-u", user] if user else [])
         return docker("exec", *options, self.container(service), *command, within=within, text=text)
+
+    def add_model(self, name: str, source: str, *options: str) -> str:
+        """Register a model; return the command's output when the gateway knows the model."""
+        output = self.execute("gateway", "thaw", "models", "add", name, source, *options)
+        model = f"{self.url}/v1/models/{name}"
+        until(lambda: httpx.get(model, timeout=120, trust_env=False).is_success, what=f"the gateway knows {name}")
+        return output
 
     def logs(self, *services: str) -> str:
         return self.compose("logs", "--no-color", "--tail=60", *services)

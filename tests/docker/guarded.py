@@ -13,13 +13,14 @@ import nats
 from nats.aio.client import Client
 
 from shared.nats_urls import inbox_prefix
-from shared.ports import free_port
 from tests.docker.engine import ROOT
-from tests.support.servers import wait_for_port, wheel_script
+from tests.support.servers import kept_port, wait_for_port, wheel_script
 from thaw.secrets import SERVICES, make_secrets, node_user
 
 COMPOSE = ROOT / "compose"
 NODES = ("node-0", "node-1")
+_CONNECT_WITHIN_S = 60
+"""Of both sides: on a busy machine the other one may not run for seconds."""
 
 
 class Guarded:
@@ -29,15 +30,19 @@ class Guarded:
     """
 
     def __init__(self, directory: Path, *, peers: bool = False) -> None:
-        self.port = free_port()
+        self._kept = [kept_port(), kept_port()]
+        self.port, monitor = (int(kept.getsockname()[1]) for kept in self._kept)
         self._directory = directory
         self.add_nodes(*NODES, peers=peers)
         text = (COMPOSE / "nats.conf").read_text()
         for there, here in (
             ("0.0.0.0:4222", f"127.0.0.1:{self.port}"),
-            ("127.0.0.1:8222", f"127.0.0.1:{free_port()}"),
+            ("127.0.0.1:8222", f"127.0.0.1:{monitor}"),
             ('"/data"', f'"{directory}/js"'),
-            ('include "../../run/thaw-secrets/authorization.conf"', 'include "nats/authorization.conf"'),
+            (
+                'include "../../run/thaw-secrets/authorization.conf"',
+                f'timeout: {_CONNECT_WITHIN_S}\ninclude "nats/authorization.conf"',
+            ),
         ):
             assert there in text
             text = text.replace(there, here)
@@ -67,7 +72,7 @@ class Guarded:
             refused.put_nowait(str(error).lower())
 
         url = self.urls[user]
-        client = await nats.connect(url, inbox_prefix=inbox_prefix(url), error_cb=on_error)
+        client = await nats.connect(url, inbox_prefix=inbox_prefix(url), error_cb=on_error, connect_timeout=_CONNECT_WITHIN_S)
         try:
             yield client, refused
         finally:
@@ -76,3 +81,5 @@ class Guarded:
     def close(self) -> None:
         self.process.terminate()
         self.process.wait(60)
+        for kept in self._kept:
+            kept.close()

@@ -26,7 +26,7 @@ def client(project: Project) -> openai.OpenAI:
 
 
 def test_the_command_line_in_the_gateway_registers_and_shows(project: Project) -> None:
-    assert "added" in project.execute("gateway", "thaw", "models", "add", "demo", "/models/demo")
+    assert "added" in project.add_model("demo", "/models/demo")
     cluster = json.loads(project.execute("gateway", "thaw", "ps", "--json"))
     assert "node-0" in json.dumps(cluster)
     assert "demo" in project.execute("gateway", "thaw", "models", "list")
@@ -74,7 +74,7 @@ def test_repeated_idempotency_key_generates_once(project: Project, client: opena
 
 
 def test_a_model_of_the_hub_is_served(project: Project, client: openai.OpenAI) -> None:
-    project.execute("gateway", "thaw", "models", "add", "hub", "hf://org/model")
+    project.add_model("hub", "hf://org/model")
     with client:
         answer = client.completions.create(model="hub", prompt="hello", max_tokens=4)
     assert answer.usage is not None
@@ -315,8 +315,12 @@ def test_hung_service_is_restarted_in_its_container(project: Project, client: op
 
 
 def test_killed_services_leave_no_zombies(project: Project) -> None:
-    states = project.execute("node", "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | sed 's/.*) //' | cut -c1")
-    assert "Z" not in states.split()
+    def are_reaped() -> bool:
+        """Each process is a zombie for a moment, as those of health checks."""
+        states = project.execute("node", "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null | sed 's/.*) //' | cut -c1")
+        return "Z" not in states.split()
+
+    until(are_reaped, what="no process stays a zombie")
 
 
 def list_models(project: Project, **headers: str) -> httpx.Response:

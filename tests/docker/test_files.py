@@ -301,9 +301,10 @@ async def test_node_may_send_one_delayed_reply(guarded: Guarded) -> None:
 
 async def test_gateway_and_scheduler_share_catalogue_keys_and_traces(guarded: Guarded) -> None:
     async with guarded.client("scheduler") as (scheduler, s_refused), guarded.client("gateway") as (gateway, g_refused):
-        for client in (gateway, scheduler):
-            await ensure_trace_stream(client.jetstream())
-        theirs, ours = await catalog_bucket(gateway.jetstream()), await catalog_bucket(scheduler.jetstream())
+        of_gateway, of_scheduler = gateway.jetstream(timeout=60), scheduler.jetstream(timeout=60)
+        for js in (of_gateway, of_scheduler):
+            await ensure_trace_stream(js)
+        theirs, ours = await catalog_bucket(of_gateway), await catalog_bucket(of_scheduler)
         watcher: Any = await theirs.watchall()
         await ours.put("a", b"card")
         while (entry := await watcher.updates(timeout=60)) is None:
@@ -312,15 +313,15 @@ async def test_gateway_and_scheduler_share_catalogue_keys_and_traces(guarded: Gu
         assert await ours.keys() == ["a"]
         await ours.delete("a")
         await watcher.stop()
-        keys = await idempotency_bucket(gateway.jetstream(), 60)
+        keys = await idempotency_bucket(of_gateway, 60)
         assert await keys.update("k", b"2", last=await keys.create("k", b"1"))
         assert (await keys.get("k")).value == b"2"
-        assert await (await keys_bucket(gateway.jetstream())).put("k", b"1")
+        assert await (await keys_bucket(of_gateway)).put("k", b"1")
         for _ in range(2):
-            await ensure_keyed_stream(gateway.jetstream(), 60, 1 << 20)
-        await scheduler.jetstream().publish(subjects.load_trace("p"), b"{}")
-        await gateway.jetstream().publish(subjects.request_trace("r"), b"{}")
-        assert (await gateway.jetstream().get_last_msg(subjects.TRACE_STREAM, subjects.load_trace("p"))).data == b"{}"
+            await ensure_keyed_stream(of_gateway, 60, 1 << 20)
+        await of_scheduler.publish(subjects.load_trace("p"), b"{}")
+        await of_gateway.publish(subjects.request_trace("r"), b"{}")
+        assert (await of_gateway.get_last_msg(subjects.TRACE_STREAM, subjects.load_trace("p"))).data == b"{}"
         assert s_refused.empty()
         assert g_refused.empty()
 

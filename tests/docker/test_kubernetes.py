@@ -21,7 +21,6 @@ import httpx
 import pytest
 import yaml
 
-from shared.ports import free_port
 from tests.docker.engine import ROOT
 from tests.docker.manifests import (
     DEPLOY,
@@ -38,7 +37,7 @@ from tests.docker.manifests import (
 from tests.support.kubernetes_schemas import ValidationError, validate
 from tests.support.kubernetes_tools import kubectl
 from tests.support.launcher import until
-from tests.support.servers import wait_for_port, wheel_script
+from tests.support.servers import kept_port, wait_for_port, wheel_script
 
 OVERLAYS = ("bundled", "cpu", "external", "replicated")
 NODES = ("gpu-a", "ip-10-0-0-1.ec2.internal")
@@ -288,7 +287,9 @@ def test_nats_is_configured_as_in_compose() -> None:
 def servers(made: tuple[Path, dict[str, Resource]], tmp_path: Path) -> Iterator[list[int]]:
     """Start the three servers of the replicated overlay; yields their monitoring ports."""
     text = (DEPLOY / "overlays" / "replicated" / "nats.conf").read_text()
-    clients, monitors, routes = ([free_port() for _ in range(3)] for _ in range(3))
+    kept = [kept_port() for _ in range(9)]
+    ports = [int(each.getsockname()[1]) for each in kept]
+    clients, monitors, routes = ports[:3], ports[3:6], ports[6:]
     (tmp_path / "authorization.conf").write_text(made[1]["thaw-nats"]["stringData"]["authorization.conf"])
     for i, port in enumerate(routes):
         assert f"nats-{i}.nats-servers:6222" in text
@@ -316,6 +317,8 @@ def servers(made: tuple[Path, dict[str, Resource]], tmp_path: Path) -> Iterator[
         for process in processes:
             process.kill()
             process.wait()
+        for each in kept:
+            each.close()
 
 
 def _is_healthy(url: str) -> bool:

@@ -207,8 +207,10 @@ async def _enters(url: str) -> bool | None:
     try:
         options = json.dumps({"verbose": False, "user": at.username, "pass": at.password})
         writer.write(f"CONNECT {options}\r\nPING\r\n".encode())
-        await reader.readline()  # INFO
+        await asyncio.wait_for(reader.readline(), 60)  # INFO
         answer = await asyncio.wait_for(reader.readline(), 60)
+    except ConnectionError:
+        return None
     finally:
         writer.close()
     if not answer:
@@ -292,6 +294,7 @@ def test_no_operation_of_a_mesh_is_refused(site: Site, pace: Pace) -> None:
     spec = {"name": "m", "source": str(site.home / "m"), "keep_alive": -1}
     asked = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
     assert site.ask("POST", "/admin/v1/models", {"specs": [spec]})["added"] == ["m"]
+    until(lambda: site.http.get("/v1/models/m").is_success, what="the gateway knows the model")
     site.ask("POST", "/v1/chat/completions", asked)
     for _ in range(2):
         site.ask("POST", "/v1/chat/completions", asked, **{"Idempotency-Key": "k"})

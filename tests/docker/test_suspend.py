@@ -19,6 +19,7 @@ from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.cgroups import hierarchies
 from tests.docker.engine import COMPOSE_COMMANDS, Images, Project
 from tests.integration.loader.fake_hub import FakeHub
+from tests.support.launcher import until
 from tests.support.otlp import OtlpReceiver
 from tests.support.paging import skip_unless_swap
 from thaw.demo.models import make_demo_model
@@ -82,6 +83,18 @@ def instance(project: Project) -> dict[str, Any]:
     return found[-1]
 
 
+def await_ready(project: Project) -> dict[str, Any]:
+    """Return the instance once the scheduler knows that it is ready: it may respond before."""
+    found: list[dict[str, Any]] = []
+
+    def is_ready() -> bool:
+        found[:] = [instance(project)]
+        return bool(found[0]["state"] == "ready")
+
+    until(is_ready, what=lambda: f"the instance is ready: {found}")
+    return found[0]
+
+
 def text(project: Project) -> str:
     body = {"model": "m", "prompt": "once", "max_tokens": 12, "temperature": 0}
     answer = httpx.post(f"{project.url}/v1/completions", json=body, timeout=150, trust_env=False)
@@ -91,17 +104,16 @@ def text(project: Project) -> str:
 
 def test_an_engine_in_a_container_is_paged_out_and_resumed(suspending: Project) -> None:
     project = suspending
-    project.execute("gateway", "thaw", "models", "add", "m", "/models/60m", "--keep-alive", "-1")
+    project.add_model("m", "/models/60m", "--keep-alive", "-1")
     before = text(project)
-    ready = instance(project)
+    ready = await_ready(project)
     project.execute("gateway", "thaw", "sleep", "m")
     suspended = instance(project)
     assert suspended["state"] == "suspended", "\n".join((json.dumps(suspended), json.dumps(ready), project.logs("nodeagent")))
     assert suspended["freed_by_last_suspend_bytes"] > 64 << 20
     assert suspended["reserved_bytes"] < ready["reserved_bytes"] / 2
     assert text(project) == before
-    assert instance(project)["state"] == "ready"
-    assert instance(project)["pids"] == ready["pids"]
+    assert await_ready(project)["pids"] == ready["pids"]
 
 
 def test_nodeagent_has_exactly_two_capabilities(suspending: Project) -> None:

@@ -26,6 +26,9 @@ from shared.telemetry.ids import SystemIds
 from tests.support.fake_engine import FakeNode, card_of
 from tests.support.servers import NatsServer
 
+_STARTED_WITHIN_S = 120.0
+"""Longer than the gateway's own limit, whose error then shows the cause."""
+
 
 async def _answer_admin(request: AdminRequest) -> Message:
     """Answer as the leader of a mesh without nodes and models does."""
@@ -84,9 +87,9 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(run()), name="gateway")
     thread.start()
     try:
-        assert begun.wait(30)
+        assert begun.wait(_STARTED_WITHIN_S)
         yield f"http://127.0.0.1:{port}"
     finally:
         end.set()
-        thread.join(30)
+        thread.join(_STARTED_WITHIN_S)
         nats.close()

@@ -20,7 +20,8 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 
 from services.gateway.http.endpoints.openapi import document
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
+"""Shows a hang; on a busy machine the gateway's thread may not run for seconds."""
 OPERATIONS = [(method.upper(), path) for path, methods in document()["paths"].items() for method in methods]
 quickly = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 

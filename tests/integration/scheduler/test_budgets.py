@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from shared.contracts.usage import Period
 from tests.integration.gateway.api_keys import ADMIN, add_key
@@ -16,6 +17,15 @@ from tests.integration.scheduler.conftest import Site, spec
 from tests.integration.scheduler.metering import PRICES, ask
 from tests.integration.scheduler.serving import gateway, serving_node
 from tests.support.fake_node import MIB
+
+_HOUR_S = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def noon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clock of gateways and schedulers begin at noon: no day ends during a test."""
+    real, offset_s = time.time, 12 * _HOUR_S - time.time() % (24 * _HOUR_S)
+    monkeypatch.setattr(time, "time", lambda: real() + offset_s)
 
 
 async def status_of(served: Served, key: str) -> int:
@@ -76,7 +86,7 @@ async def test_a_budget_holds_on_all_gateways_and_ends_with_its_period(site: Sit
         await until(lambda: _has_budget(two, "money_per_month"))
         _, error = await spend(two, "sk-team")
         assert "0.000001 EUR per month" in error.message
-        month = Period.of_hour(int(time.time() // 3600)).month_end
+        month = Period.of_hour(int(time.time() // _HOUR_S)).month_end
         assert f"The month ends at {_day_of(month)}" in error.message
 
         # Each request of the fake engine takes a quarter of a device-second.
@@ -94,7 +104,7 @@ async def test_a_budget_holds_on_all_gateways_and_ends_with_its_period(site: Sit
 
 
 def _day_of(hour: int) -> str:
-    return datetime.fromtimestamp(hour * 3600, UTC).strftime("%Y-%m-%dT00:00:00Z")
+    return datetime.fromtimestamp(hour * _HOUR_S, UTC).strftime("%Y-%m-%dT00:00:00Z")
 
 
 async def _agree(one: Served, two: Served, least: int) -> bool:

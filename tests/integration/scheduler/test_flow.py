@@ -129,6 +129,11 @@ async def test_a_serving_model_is_drained_only_when_another_waits_too_long(site:
     await up(site, node, "a")
     await up(site, node, "b")
     await node.load("a", 1)
+
+    async def serves() -> bool:
+        return any(i.model == "a" and i.load.active for n in (await site.view()).nodes for i in n.instances)
+
+    await site.until(serves)
     assert (await site.demand("c", 1)).outlook == "waiting"
     await site.until(lambda: any(i.state is InstanceState.DRAINING for i in node.of("a")))
     assert not node.starts("c")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import csv
 import io
 import json
@@ -35,7 +36,6 @@ from shared.contracts.usage import (
     ViewSpending,
     ViewUsage,
 )
-from shared.ports import free_port
 from tests.integration.gateway.api_keys import add_key
 from tests.integration.gateway.conftest import Served, until
 from tests.integration.gateway.queues import queued
@@ -44,6 +44,7 @@ from tests.integration.scheduler.conftest import process as scheduler_process
 from tests.integration.scheduler.metering import HOUR, PRICES, ask, usage
 from tests.integration.scheduler.serving import gateway, serving_node
 from tests.support.fake_node import MIB
+from tests.support.servers import kept_port
 
 
 @pytest.fixture
@@ -139,7 +140,8 @@ async def test_requests_that_no_engine_served_are_not_metered(served: Served) ->
 
 @asynccontextmanager
 async def gateway_process(site: Site, home: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    port = free_port()
+    kept = kept_port()
+    port = kept.getsockname()[1]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("THAW_")} | {
         "THAW_NATS_URL": site.settings.nats_url.get_secret_value(),
         "THAW_GATEWAY_PORT": str(port),
@@ -164,6 +166,7 @@ async def gateway_process(site: Site, home: Path) -> AsyncIterator[tuple[asyncio
         if process.returncode is None:
             process.kill()
         await process.wait()
+        kept.close()
 
 
 async def test_no_record_is_lost_or_counted_twice_when_processes_are_killed(site: Site, tmp_path: Path) -> None:
@@ -189,9 +192,18 @@ async def test_no_record_is_lost_or_counted_twice_when_processes_are_killed(site
         counts = (await until_counted(base, count))["", "a"]
         assert counts.prompt_tokens == 7 * count
         assert counts.failed == 0
-        assert [p.stat().st_size for p in (tmp_path / "home" / "gateway" / "usage").iterdir()] == [0]
+        await until(lambda: _is_reported(tmp_path / "home" / "gateway" / "usage"))
     scheduler.terminate()
     await scheduler.wait()
+
+
+async def _is_reported(spools: Path) -> bool:
+    """The gateway has one spool, and has removed what the scheduler acknowledged."""
+    sizes: list[int] = []
+    for spool in spools.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # an earlier gateway's, which is removed meanwhile
+            sizes.append(spool.stat().st_size)
+    return sizes == [0]
 
 
 def _report(start: int, end: int, requests: int = 1, hour: int = HOUR, plan: str | None = None) -> ReportUsage:

@@ -44,11 +44,14 @@ async def explained(served: Served, **query: str) -> PlanExplained:
 
 
 async def known(served: Served, request_id: str) -> PlanExplained:
-    """Return the plan of an ended request, once its trace is written."""
+    """Return the plan of an ended request, once its trace is written and the plan has ended.
+
+    An engine may respond before the scheduler has recorded that it is ready.
+    """
     async with asyncio.timeout(60):
         while True:
             found = (await served.http.get(f"{ADMIN}/explain", params={"request": request_id})).json()
-            if found.get("request"):
+            if found.get("request") and found["plan"]["outcome"] != "pending":
                 return PlanExplained.model_validate(found)
             await asyncio.sleep(0.02)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.ports import free_port
 from tests.support.launcher import until
+from tests.support.servers import kept_port
 from tests.support.stopping import killed_at_exit, stop
 from thaw.launcher import stale_locks
 from thaw.launcher.home import Home
@@ -30,7 +31,8 @@ class Server:
         home = Home(directory.resolve())
         home.create()
         self.postgres = locate_postgres(home)
-        self._plan = MeshPlan(credentials=credentials_of(home), nats_port=1, postgres_port=free_port())
+        self._kept = kept_port()
+        self._plan = MeshPlan(credentials=credentials_of(home), nats_port=1, postgres_port=self._kept.getsockname()[1])
         prepare_postgres(self.postgres, self._plan)
         self._log = directory / "log"
         self._started: list[subprocess.Popen[bytes]] = []
@@ -97,12 +99,16 @@ class Server:
         for path in self.locks:
             path.unlink(missing_ok=True)
 
+    def close(self) -> None:
+        self._kept.close()
+
 
 @pytest.fixture(scope="module")
 def prepared() -> Iterator[Server]:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="thaw-pg-") as directory:
         Path(directory).chmod(0o755)
-        yield Server(Path(directory))
+        with contextlib.closing(Server(Path(directory))) as server:
+            yield server
 
 
 @pytest.fixture

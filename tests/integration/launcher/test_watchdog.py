@@ -146,7 +146,7 @@ def test_stopped_process_tree_is_not_restarted_when_it_continues(tmp_path: Path)
         until(lambda: watched.parent.pid in _stopped(), what="it is stopped")
         with pytest.raises(subprocess.TimeoutExpired):
             watched.parent.wait(4.0)
-        for pid in (watched.parent.pid, service.pid):
+        for pid in (service.pid, watched.parent.pid):  # in this order: it watches no service that is still stopped
             os.kill(pid, signal.SIGCONT)
         with pytest.raises(subprocess.TimeoutExpired):
             watched.parent.wait(2.0)

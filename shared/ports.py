@@ -42,6 +42,25 @@ def free_port(host: str = "127.0.0.1", avoid: Collection[int] = ()) -> int:
     return _bind_port(host, 0)
 
 
+def keep_port(host: str = "127.0.0.1", avoid: Collection[int] = ()) -> socket.socket:
+    """Pick a port as `free_port`, and keep it until the returned socket is closed.
+
+    No other process picks the port meanwhile. A server can listen on it, and again after a restart,
+    if it allows to reuse its address (SO_REUSEADDR), as servers usually do. That is so on Linux.
+    """
+    while True:
+        port = free_port(host, avoid)
+        kept = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            kept.bind((host, port))
+        except OSError:  # another process has just picked it
+            kept.close()
+            continue
+        # Only after the port is bound: before, another socket with this option could have it too.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return kept
+
+
 def _first_ephemeral() -> int:
     try:
         first = int(_RANGE.read_text().split()[0])

@@ -13,8 +13,8 @@ import httpx
 import pytest
 import yaml
 
-from shared.ports import free_port
 from tests.support.launcher import ROOT, Thaw, until
+from tests.support.servers import kept_port
 
 OBSERVABILITY = ROOT / "compose" / "observability"
 DASHBOARD = json.loads((OBSERVABILITY / "grafana" / "dashboards" / "thaw.json").read_text())
@@ -39,7 +39,8 @@ class Prometheus:
         config["rule_files"] = [str(OBSERVABILITY / "alerts.yml")]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         command = yaml.safe_load((ROOT / "compose" / "compose.yaml").read_text())["services"]["prometheus"]["command"]
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self._kept = kept_port()
+        self.url = f"http://127.0.0.1:{self._kept.getsockname()[1]}"
         self._log = (folder / "log").open("w")
         self.process = subprocess.Popen(
             [
@@ -96,6 +97,7 @@ class Prometheus:
         self._http.close()
         self.process.terminate()
         self.process.wait(60)
+        self._kept.close()
         self._log.close()
 
 

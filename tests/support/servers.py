@@ -21,7 +21,7 @@ import httpx
 import psutil
 
 from shared.contracts.stream_limits import max_file_store
-from shared.ports import free_port
+from shared.ports import keep_port
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None, within: float = 60.0, host: str = "127.0.0.1") -> None:
@@ -44,9 +44,11 @@ def kept_port(port: int = 0, host: str = "127.0.0.1") -> socket.socket:
     Args:
         port: The port to keep; 0 for a free one.
     """
+    if not port:
+        return keep_port(host)
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    kept.bind((host, port or free_port(host)))
+    kept.bind((host, port))
     return kept
 
 

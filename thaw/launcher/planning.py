@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 from dataclasses import dataclass
 
 from shared.contracts.prices import Prices
-from shared.ports import free_port
+from shared.ports import free_port, keep_port
 from thaw.config.load import MeshConfig, NodeConfig, SchedulerConfig
 from thaw.errors import CommandError
 from thaw.launcher.home import Home
@@ -94,8 +95,8 @@ def make_plan(home: Home, wanted: Wanted, available_memory: int, demo_budget: in
         if dram is None and len(names) > 1 and "THAW_DRAM_BYTES" not in os.environ:
             dram = int(available_memory * DRAM_SHARE / len(names))
         nodes.append(NodePlan(name=name, devices=devices, dram=dram))
-    nats_port = wanted.mesh.nats_port or free_port(avoid={wanted.port_or_default})
-    postgres_port = wanted.mesh.postgres_port or free_port(avoid={wanted.port_or_default, nats_port})
+    nats_port = wanted.mesh.nats_port or _pick_port({wanted.port_or_default})
+    postgres_port = wanted.mesh.postgres_port or _pick_port({wanted.port_or_default, nats_port})
     return MeshPlan(
         host=wanted.host_or_default,
         port=wanted.port_or_default,
@@ -109,3 +110,16 @@ def make_plan(home: Home, wanted: Wanted, available_memory: int, demo_budget: in
         database_url=os.environ.get("THAW_DATABASE_URL") or None,
         environment=wanted.environment,
     )
+
+
+def _pick_port(avoid: set[int]) -> int:
+    """Return a free port for a server that starts later; no other process picks it until then.
+
+    This process keeps it until its end.
+    """
+    if sys.platform != "linux":
+        return free_port(avoid=avoid)
+    kept = keep_port(avoid=avoid)
+    port = int(kept.getsockname()[1])
+    kept.detach()  # it stays open
+    return port

@@ -23,11 +23,10 @@ from shared.contracts.admin import ADMIN_REQUEST, AddModels, AdminRequest, Clust
 from shared.contracts.base import Done, Message
 from shared.contracts.models import ModelCard
 from shared.contracts.usage import ReportUsage
-from shared.ports import free_port
 from tests.integration.gateway.usage_ledger import Ledger
 from tests.support.fake_engine import FakeNode, card_of
 from tests.support.nats_accounts import NatsAccount, NatsAccounts
-from tests.support.servers import NatsServer
+from tests.support.servers import NatsServer, kept_port
 
 CARDS = (
     card_of("alpha", aliases=("a", "org/alpha")),
@@ -103,19 +102,20 @@ ServeFn = Callable[..., AbstractAsyncContextManager[Served]]
 def serve(own_nats: NatsServer, tmp_path: Path) -> ServeFn:
     @asynccontextmanager
     async def serving(**settings: Any) -> AsyncIterator[Served]:
-        defaults: dict[str, Any] = {
-            "nats_url": SecretStr(own_nats.url),
-            "gateway_port": free_port(),
-            "drain_timeout": 2.0,
-            "home": tmp_path / "home",
-        }
-        fields: dict[str, Any] = defaults | settings
-        served = Served(GatewaySettings(**fields))
-        try:
-            await served.until_ready()
-            yield served
-        finally:
-            await served.close()
+        with kept_port() as kept:
+            defaults: dict[str, Any] = {
+                "nats_url": SecretStr(own_nats.url),
+                "gateway_port": kept.getsockname()[1],
+                "drain_timeout": 2.0,
+                "home": tmp_path / "home",
+            }
+            fields: dict[str, Any] = defaults | settings
+            served = Served(GatewaySettings(**fields))
+            try:
+                await served.until_ready()
+                yield served
+            finally:
+                await served.close()
 
     return serving
 

@@ -10,11 +10,11 @@ from typing import Any
 from services.gateway.settings import GatewaySettings
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import InstanceState, NodeStatus
-from shared.ports import free_port
 from tests.integration.gateway.conftest import Served
 from tests.integration.scheduler.conftest import Site
 from tests.support.fake_engine import Behaviour, FakeEngine, speak
 from tests.support.fake_node import FakeInstance, FakeNode
+from tests.support.servers import kept_port
 
 
 @dataclass
@@ -51,9 +51,10 @@ class ServingNode(FakeNode):
 @asynccontextmanager
 async def gateway(site: Site, **settings: Any) -> AsyncIterator[Served]:
     """Start a gateway that knows every model registered so far."""
+    kept = kept_port()
     fields: dict[str, Any] = {
         "nats_url": site.settings.nats_url,
-        "gateway_port": free_port(),
+        "gateway_port": kept.getsockname()[1],
         "drain_timeout": 1.0,
         "home": site.settings.home,
     }
@@ -70,6 +71,7 @@ async def gateway(site: Site, **settings: Any) -> AsyncIterator[Served]:
         yield served
     finally:
         await served.close()
+        kept.close()
 
 
 async def serving_node(site: Site, **options: Any) -> ServingNode:

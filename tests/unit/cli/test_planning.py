@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from decimal import Decimal
 from pathlib import Path
 
@@ -49,6 +51,15 @@ def test_options_override_environment_file_and_defaults(home: Home, monkeypatch:
     monkeypatch.setenv("THAW_GATEWAY_PORT", "many")
     with pytest.raises(CommandError, match="THAW_GATEWAY_PORT"):
         _ = Wanted().port_or_default
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a second socket cannot have the address")
+def test_ports_of_a_plan_are_kept_for_its_servers(home: Home) -> None:
+    made = plan(home, Wanted())
+    for port in (made.nats_port, made.postgres_port):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_nodes_option_truncates_or_extends_the_nodes_of_the_file(home: Home) -> None:

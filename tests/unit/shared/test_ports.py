@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared import ports
-from shared.ports import free_port
+from shared.ports import free_port, keep_port
 from tests.support.servers import kept_port
 
 
@@ -54,6 +54,15 @@ def test_a_port_that_is_kept_for_a_server_is_not_picked(monkeypatch: pytest.Monk
                 socket.create_server(("127.0.0.1", port))
             assert free_port() != port
     assert free_port() == port
+
+
+def test_of_processes_that_keep_one_port_at_once_one_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with keep_port() as kept:
+        port = kept.getsockname()[1]
+        picks = iter((port, free_port()))
+        monkeypatch.setattr(ports, "free_port", lambda *_: next(picks))
+        with keep_port() as other:
+            assert other.getsockname()[1] != port
 
 
 def test_without_a_free_port_below_the_range_the_kernel_picks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from services.gateway.adapters.batch_store import BatchStore
 from services.gateway.adapters.file_store import FileStore
-from services.gateway.domain.batches.owner_state import FileBounds, OwnerState, StoredFile, add_file
+from services.gateway.domain.batches.owner_state import OwnerBounds, OwnerState, StoredFile, add_file
 from shared.contracts import subjects
 from shared.ports import free_port
 from tests.integration.gateway.batches import CHAT, ended, jsonl, line, start
@@ -363,7 +363,7 @@ async def test_an_upload_is_kept_if_an_expired_file_cannot_be_removed(node: Fake
     js = node.mesh.nc.jetstream()
     config = (await js.stream_info(f"KV_{subjects.FILES_BUCKET}")).config
     await js.update_stream(config.evolve(deny_purge=True, allow_rollup_hdrs=False))  # removals fail
-    changed = await store.change("owner", partial(add_file, file=new, bounds=FileBounds(9, 9, 9, 9)))
+    changed = await store.change("owner", partial(add_file, file=new, bounds=OwnerBounds(9, 9, 9, 9)))
     assert changed.files == (await store.read("owner")).files == (new,)
 
 

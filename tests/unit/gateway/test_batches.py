@@ -13,7 +13,7 @@ from services.gateway.domain.batches import batch as transitions
 from services.gateway.domain.batches.batch import Batch
 from services.gateway.domain.batches.input_lines import InputCheck, InputLine, parse_line
 from services.gateway.domain.batches.owner_state import (
-    FileBounds,
+    OwnerBounds,
     OwnerState,
     StoredFile,
     add_batch,
@@ -26,7 +26,7 @@ from services.gateway.domain.batches.owner_state import (
 from services.gateway.domain.batches.pacing import ModelLoad, may_start, retry_delay_s
 from shared.errors import Conflict, InvalidRequest, NotFound, PayloadTooLarge, QueueFull
 
-BOUNDS = FileBounds(files=2, size_bytes=100, active_batches=1, batches=2)
+BOUNDS = OwnerBounds(files=2, size_bytes=100, active_batches=1, batches=2)
 BATCH = Batch(id="b", endpoint="/v1/completions", input_file_id="f", completion_window="1h", window_s=3600, created_at=100)
 
 

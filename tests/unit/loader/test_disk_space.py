@@ -1,4 +1,4 @@
-"""The file system of the disk cache in the loader's status."""
+"""The disk cache in the loader's status: its file system, and models that cannot be read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_disk_of_a_cache_that_was_deleted_is_that_of_its_parent(tmp_path: Path) 
 
 @pytest.fixture
 def unreadable() -> Iterator[Path]:
-    """Have a model in the cache that this process may not read, as one of another user."""
+    """Yield a cache with a model that this process may not read, as if another user owned it."""
     with tempfile.TemporaryDirectory() as root:
         Path(root).chmod(0o755)
         model = Path(root) / "entries" / REVISION

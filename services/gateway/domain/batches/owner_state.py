@@ -17,11 +17,11 @@ _RETRY_MS = 30_000
 
 
 class StoredFile(Frozen):
-    """A file; its content is elsewhere.
+    """The record of a file; the `FileStore` has its content.
 
     Attributes:
         created_at: Unix time in seconds.
-        expires_at: The same; the file does not exist any more from then on.
+        expires_at: Unix time in seconds at which the file is removed.
     """
 
     id: str
@@ -58,8 +58,15 @@ class OwnerState(Frozen):
 
 
 @dataclass(frozen=True)
-class FileBounds:
-    """Bounds on what one API key may have."""
+class OwnerBounds:
+    """Bounds on what one API key may have.
+
+    Attributes:
+        files: Number of files.
+        size_bytes: Bytes of all files together.
+        active_batches: Batches that have not ended.
+        batches: Batches that are kept, active and ended.
+    """
 
     files: int
     size_bytes: int
@@ -68,13 +75,13 @@ class FileBounds:
 
 
 def expire_files(state: OwnerState, now: int) -> OwnerState:
-    """Remove the files whose time is over, except the input of active batches."""
+    """Remove expired files, except the input of active batches."""
     used = {batch.input_file_id for batch in state.batches if batch.is_active}
     kept = tuple(file for file in state.files if file.expires_at > now or file.id in used)
     return state if len(kept) == len(state.files) else state.model_copy(update={"files": kept})
 
 
-def check_room(state: OwnerState, more_bytes: int, bounds: FileBounds) -> None:
+def check_room(state: OwnerState, more_bytes: int, bounds: OwnerBounds) -> None:
     """Check that another file fits.
 
     Raises:
@@ -88,7 +95,7 @@ def check_room(state: OwnerState, more_bytes: int, bounds: FileBounds) -> None:
         )
 
 
-def add_file(state: OwnerState, file: StoredFile, bounds: FileBounds) -> OwnerState:
+def add_file(state: OwnerState, file: StoredFile, bounds: OwnerBounds) -> OwnerState:
     """Add an uploaded file. Raises as `check_room`."""
     check_room(state, file.size_bytes, bounds)
     return state.model_copy(update={"files": (*state.files, file)})
@@ -99,7 +106,7 @@ def remove_file(state: OwnerState, file_id: str) -> OwnerState:
 
     Raises:
         NotFound: The key has no such file.
-        Conflict: A batch is reading it.
+        Conflict: An active batch is reading it.
     """
     state.file(file_id)
     if user := next((batch for batch in state.batches if batch.is_active and batch.input_file_id == file_id), None):
@@ -107,18 +114,18 @@ def remove_file(state: OwnerState, file_id: str) -> OwnerState:
     return state.model_copy(update={"files": tuple(file for file in state.files if file.id != file_id)})
 
 
-def add_batch(state: OwnerState, batch: Batch, bounds: FileBounds) -> OwnerState:
-    """Add a batch; of those that have ended, the oldest beyond the bound are forgotten.
+def add_batch(state: OwnerState, batch: Batch, bounds: OwnerBounds) -> OwnerState:
+    """Add a batch, and remove the oldest ended batches beyond the bound.
 
     Raises:
         NotFound: The input file does not exist.
-        InvalidRequest: It was not uploaded for a batch.
+        InvalidRequest: The input file has another purpose than `batch`.
         QueueFull: The key has as many active batches as it may have.
         PayloadTooLarge: There is no room for the batch's results.
     """
     if state.file(batch.input_file_id).purpose != "batch":
         raise InvalidRequest("The input file must have the purpose 'batch'", param="input_file_id")
-    active = sum(found.is_active for found in state.batches)
+    active = sum(other.is_active for other in state.batches)
     if active >= bounds.active_batches:
         error = QueueFull(
             f"This API key has {active} batches that have not ended, and the limit is {bounds.active_batches}. Wait for one, or cancel one",
@@ -128,15 +135,16 @@ def add_batch(state: OwnerState, batch: Batch, bounds: FileBounds) -> OwnerState
         raise error
     check_room(state, 0, bounds)
     excess = len(state.batches) + 1 - bounds.batches
-    ended = [found.id for found in state.batches if not found.is_active][: max(0, excess)]
-    kept = tuple(found for found in state.batches if found.id not in ended)
+    removed = [other.id for other in state.batches if not other.is_active][: max(0, excess)]
+    kept = tuple(other for other in state.batches if other.id not in removed)
     return state.model_copy(update={"batches": (*kept, batch)})
 
 
 def change_batch(state: OwnerState, batch_id: str, change: Callable[[Batch], Batch]) -> OwnerState:
     """Replace a batch by its next state. Raises `NotFound` if the key has no such batch."""
     state.batch(batch_id)
-    return state.model_copy(update={"batches": tuple(change(found) if found.id == batch_id else found for found in state.batches)})
+    changed = tuple(change(batch) if batch.id == batch_id else batch for batch in state.batches)
+    return state.model_copy(update={"batches": changed})
 
 
 def end_batch(state: OwnerState, batch_id: str, change: Callable[[Batch], Batch], files: tuple[StoredFile, ...]) -> OwnerState:

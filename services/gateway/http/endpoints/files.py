@@ -19,7 +19,7 @@ from starlette.types import Scope
 from services.gateway.adapters.batch_store import ANONYMOUS
 from services.gateway.adapters.file_store import PART_BYTES
 from services.gateway.authorization import Authorizer
-from services.gateway.domain.batches.owner_state import FileBounds, StoredFile, add_file, check_room, remove_file
+from services.gateway.domain.batches.owner_state import OwnerBounds, StoredFile, add_file, check_room, remove_file
 from services.gateway.http.endpoints.listing import page_of
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import BodyReceiver
@@ -40,10 +40,13 @@ def owner_of(scope: Scope) -> str:
     return caller_of(scope).digest or Authorizer.key_hash(Headers(scope=scope)) or ANONYMOUS
 
 
-def bounds_of(settings: GatewaySettings) -> FileBounds:
+def bounds_of(settings: GatewaySettings) -> OwnerBounds:
     """Read the bounds on a key's files and batches from the settings."""
-    return FileBounds(
-        settings.files_per_key, settings.files_bytes_per_key, settings.batches_per_key, max(100, 2 * settings.batches_per_key)
+    return OwnerBounds(
+        files=settings.files_per_key,
+        size_bytes=settings.files_bytes_per_key,
+        active_batches=settings.batches_per_key,
+        batches=max(100, 2 * settings.batches_per_key),
     )
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
+from services.scheduler.adapters.present_values import PresentValues, Value
 from services.scheduler.domain.state.volatile import Presence
 from services.scheduler.domain.suspensions import SuspensionStep, parked_bytes
 from shared.contracts.loader import DeviceMemory, LoaderStatus
@@ -41,6 +41,8 @@ class Metrics:
             shutdown_on_exit=False,
         )
         meter = self._provider.get_meter("thaw.scheduler")
+        present = PresentValues()
+        self._registry.register(present)
 
         def seconds(name: str, text: str) -> _Record:
             return meter.create_histogram(name, "s", text, explicit_bucket_boundaries_advisory=SECONDS).record
@@ -58,46 +60,47 @@ class Metrics:
             "suspend": seconds("thaw.suspend", "Suspensions of engines, until their memory is given back."),
             "resume": seconds("thaw.resume", "Resumptions of suspended engines, until they answer."),
         }
-        meter.create_observable_gauge(
-            "thaw.suspended", [self._snapshots_by_model], "By", "Suspended engines of a model on a node, by thaw.place: host, swap."
+        present.add_gauge(
+            "thaw.suspended",
+            self._snapshots_by_model,
+            "bytes",
+            "Suspended engines of a model on a node, by thaw.place: host, swap.",
         )
-        meter.create_observable_gauge("thaw.device.memory", [self._memory], "By", "Pages of a device, by state.")
-        meter.create_observable_gauge(
-            "thaw.device.violations", [self._violations], "{violation}", "Of conservation of a device's pages; 0 in a correct node."
+        present.add_gauge("thaw.device.memory", self._memory, "bytes", "Pages of a device, by state.")
+        present.add_gauge(
+            "thaw.device.violations", self._violations, "", "Of conservation of a device's pages; 0 in a correct node."
         )
         links = (
-            ("queued", "queued_bytes", "By", "Bytes that loads wait for on a link of a node."),
-            ("loads", "loads", "{load}", "Loads that share a link of a node."),
-            ("bandwidth", "bytes_per_second", "By/s", "Bandwidth of a link of a node, as its latest chunks show it."),
+            ("queued", "queued_bytes", "bytes", "Bytes that loads wait for on a link of a node."),
+            ("loads", "loads", "", "Loads that share a link of a node."),
+            ("bandwidth", "bytes_per_second", "bytes_per_second", "Bandwidth of a link of a node, as its latest chunks show it."),
         )
         for name, attribute, unit, text in links:
-            meter.create_observable_gauge(f"thaw.link.{name}", [partial(self._links, attribute)], unit, text)
-        meter.create_observable_counter(
-            "thaw.link.moved", [partial(self._links, "moved_bytes")], "By", "Bytes that have crossed a link of a node."
+            present.add_gauge(f"thaw.link.{name}", partial(self._links, attribute), unit, text)
+        present.add_counter(
+            "thaw.link.moved", partial(self._links, "moved_bytes"), "bytes", "Bytes that have crossed a link of a node."
         )
         for name, attribute, text in (
             ("copied", "copied_bytes", "Bytes of weights copied to a device with memory of its own."),
             ("reused", "reused_bytes", "Bytes of weights that such a device had already."),
         ):
-            meter.create_observable_counter(f"thaw.device.{name}", [partial(self._weights, attribute)], "By", text)
-        meter.create_observable_gauge("thaw.cache", [self._caches], "By", "Weights that a node caches, by thaw.tier.")
-        meter.create_observable_gauge(
-            "thaw.disk", [self._disk], "By", "File system of a node's disk cache, by thaw.state: used, free."
-        )
-        meter.create_observable_gauge("thaw.swap", [self._swap], "By", "Swap of a node, by thaw.state: used, free.")
-        meter.create_observable_gauge("thaw.nodes", [self._nodes], "{node}", "Nodes, by thaw.state: alive or lost.")
-        meter.create_observable_gauge("thaw.instances", [self._instances], "{instance}", "Instances of living nodes, by state.")
+            present.add_counter(f"thaw.device.{name}", partial(self._weights, attribute), "bytes", text)
+        present.add_gauge("thaw.cache", self._caches, "bytes", "Weights that a node caches, by thaw.tier.")
+        present.add_gauge("thaw.disk", self._disk, "bytes", "File system of a node's disk cache, by thaw.state: used, free.")
+        present.add_gauge("thaw.swap", self._swap, "bytes", "Swap of a node, by thaw.state: used, free.")
+        present.add_gauge("thaw.nodes", self._nodes, "", "Nodes, by thaw.state: alive or lost.")
+        present.add_gauge("thaw.instances", self._instances, "", "Instances of living nodes, by state.")
         for name, text in (
             ("budget", "Memory of a device that instances may reserve."),
             ("reserved", "Reserved memory of a device."),
         ):
-            meter.create_observable_gauge(f"thaw.device.{name}", [partial(self._device, f"{name}_bytes")], "By", text)
+            present.add_gauge(f"thaw.device.{name}", partial(self._device, f"{name}_bytes"), "bytes", text)
         snapshots = (
             ("thaw.snapshots", "snapshot_bytes", "Snapshots of"),
             ("thaw.snapshots.budget", "snapshot_budget_bytes", "Budget for"),
         )
         for name, attribute, text in snapshots:
-            meter.create_observable_gauge(name, [partial(self._snapshots, attribute)], "By", f"{text} suspended engines of a node.")
+            present.add_gauge(name, partial(self._snapshots, attribute), "bytes", f"{text} suspended engines of a node.")
 
     def plan(self, plan: PlanRecord) -> None:
         """Record a plan that has ended."""
@@ -127,7 +130,7 @@ class Metrics:
         names = {"gen_ai.request.model": step.model, "thaw.node": step.node, "thaw.way": step.way}
         self._suspensions[step.kind](step.took_ms / 1e3, names)
 
-    def _snapshots_by_model(self, _: CallbackOptions) -> Iterator[Observation]:
+    def _snapshots_by_model(self) -> Iterator[Value]:
         for status in self._statuses():
             sums: Counter[tuple[str, str]] = Counter()
             for instance in status.instances:
@@ -135,58 +138,58 @@ class Metrics:
                     sums.update({(instance.model, place): nbytes for place, nbytes in parked_bytes(instance).items()})
             for (model, place), nbytes in sums.items():
                 names = {"gen_ai.request.model": model, "thaw.node": status.node, "thaw.place": place}
-                yield Observation(nbytes, names)
+                yield nbytes, names
 
-    def _memory(self, _: CallbackOptions) -> Iterator[Observation]:
+    def _memory(self) -> Iterator[Value]:
         for names, m in self._by_device():
             states = {"free": m.free_bytes, "mapped": m.mapped_bytes, "reusable": m.reusable_bytes, "lent": m.lent_bytes}
             for state, nbytes in states.items():
-                yield Observation(nbytes, {**names, "thaw.state": state})
+                yield nbytes, {**names, "thaw.state": state}
 
-    def _violations(self, _: CallbackOptions) -> Iterator[Observation]:
+    def _violations(self) -> Iterator[Value]:
         for names, m in self._by_device():
-            yield Observation(len(m.violations), names)
+            yield len(m.violations), names
 
-    def _links(self, attribute: str, _: CallbackOptions) -> Iterator[Observation]:
+    def _links(self, attribute: str) -> Iterator[Value]:
         for status in self.loaders():
             for link in status.links:
                 value = getattr(link, attribute)
                 if value is not None:
                     paced = {"thaw.paced": "true"} if link.is_paced else {}
-                    yield Observation(value, {"thaw.node": status.node, "thaw.link": link.link} | paced)
+                    yield value, {"thaw.node": status.node, "thaw.link": link.link} | paced
 
-    def _nodes(self, _: CallbackOptions) -> Iterator[Observation]:
+    def _nodes(self) -> Iterator[Value]:
         nodes = tuple(self.nodes())
         for state, count in (("alive", sum(n.alive for n in nodes)), ("lost", sum(not n.alive for n in nodes))):
             if nodes:
-                yield Observation(count, {"thaw.state": state})
+                yield count, {"thaw.state": state}
 
-    def _instances(self, _: CallbackOptions) -> Iterator[Observation]:
+    def _instances(self) -> Iterator[Value]:
         states = Counter(i.state.value for status in self._statuses() for i in status.instances)
-        return (Observation(count, {"thaw.state": state}) for state, count in states.items())
+        return ((count, {"thaw.state": state}) for state, count in states.items())
 
-    def _device(self, attribute: str, _: CallbackOptions) -> Iterator[Observation]:
+    def _device(self, attribute: str) -> Iterator[Value]:
         for status in self._statuses():
             for device in status.devices:
-                yield Observation(getattr(device, attribute), {"thaw.node": status.node, "thaw.device": device.device_id})
+                yield getattr(device, attribute), {"thaw.node": status.node, "thaw.device": device.device_id}
 
-    def _snapshots(self, attribute: str, _: CallbackOptions) -> Iterator[Observation]:
-        return (Observation(getattr(status, attribute), {"thaw.node": status.node}) for status in self._statuses())
+    def _snapshots(self, attribute: str) -> Iterator[Value]:
+        return ((getattr(status, attribute), {"thaw.node": status.node}) for status in self._statuses())
 
-    def _weights(self, attribute: str, _: CallbackOptions) -> Iterator[Observation]:
-        return (Observation(getattr(device, attribute), names) for names, device in self._by_device())
+    def _weights(self, attribute: str) -> Iterator[Value]:
+        return ((getattr(device, attribute), names) for names, device in self._by_device())
 
-    def _caches(self, _: CallbackOptions) -> Iterator[Observation]:
+    def _caches(self) -> Iterator[Value]:
         for status in self.loaders():
             for tier, nbytes in (("dram", status.dram_bytes), ("ssd", status.ssd_bytes)):
-                yield Observation(nbytes, {"thaw.node": status.node, "thaw.tier": tier})
+                yield nbytes, {"thaw.node": status.node, "thaw.tier": tier}
 
-    def _disk(self, _: CallbackOptions) -> Iterator[Observation]:
+    def _disk(self) -> Iterator[Value]:
         for status in self.loaders():
             if status.disk_bytes:
                 yield from _used_and_free(status.node, status.disk_bytes, status.disk_free_bytes)
 
-    def _swap(self, _: CallbackOptions) -> Iterator[Observation]:
+    def _swap(self) -> Iterator[Value]:
         for status in self._statuses():
             if status.swap is not None:
                 yield from _used_and_free(status.node, status.swap.total_bytes, status.swap.free_bytes)
@@ -218,6 +221,6 @@ class Metrics:
         self._provider.shutdown()
 
 
-def _used_and_free(node: str, total: int, free: int) -> Iterator[Observation]:
+def _used_and_free(node: str, total: int, free: int) -> Iterator[Value]:
     for state, nbytes in (("used", total - free), ("free", free)):
-        yield Observation(nbytes, {"thaw.node": node, "thaw.state": state})
+        yield nbytes, {"thaw.node": node, "thaw.state": state}

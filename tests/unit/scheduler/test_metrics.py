@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
+from functools import partial
 
 import pytest
 
@@ -80,6 +81,35 @@ def test_pages_of_devices_and_violations(metrics: Metrics) -> None:
     assert 'thaw_device_violations{thaw_device="cpu:1",thaw_node="node-0"} 1.0' in text
     for what, nbytes in (("copied", 30.0), ("reused", 70.0)):
         assert f'thaw_device_{what}_bytes_total{{thaw_device="cpu:1",thaw_node="node-0"}} {nbytes}' in text
+
+
+def test_each_device_of_a_large_cluster_has_its_rows_until_its_node_is_gone(metrics: Metrics) -> None:
+    """OpenTelemetry's instruments keep 2,000 sets of labels, and keep them for ever."""
+
+    def rows(name: str) -> int:
+        return sum(line.startswith(f"{name}{{") for line in metrics.render().decode().splitlines())
+
+    for names in (range(600), range(600, 1200), range(1200, 1201)):
+        memory = DeviceMemory(device_id="cuda:0", total_bytes=1, free_bytes=1, mapped_bytes=0, reusable_bytes=0, lent_bytes=0)
+        statuses = [LoaderStatus(node=f"n{n}", boot_id="b", memory=(memory,)) for n in names]
+        metrics.loaders = partial(iter, statuses)
+        assert rows("thaw_device_memory_bytes") == 4 * len(names)
+        assert rows("thaw_device_copied_bytes_total") == len(names)
+
+
+def test_names_types_and_labels_are_those_of_opentelemetry(metrics: Metrics) -> None:
+    """Some rows have a label that others lack; a metric without values is not exported."""
+    links = (LinkStatus(link="a", moved_bytes=1, is_paced=True), LinkStatus(link="b", moved_bytes=2))
+    metrics.loaders = lambda: (LoaderStatus(node="n", boot_id="b", links=links),)
+    lines = metrics.render().decode().splitlines()
+    assert [line for line in lines if "thaw_link_moved" in line] == [
+        "# HELP thaw_link_moved_bytes_total Bytes that have crossed a link of a node.",
+        "# TYPE thaw_link_moved_bytes_total counter",
+        'thaw_link_moved_bytes_total{thaw_link="a",thaw_node="n",thaw_paced="true"} 1.0',
+        'thaw_link_moved_bytes_total{thaw_link="b",thaw_node="n",thaw_paced=""} 2.0',
+    ]
+    assert "# TYPE thaw_link_loads gauge" in lines
+    assert not [line for line in lines if "thaw_link_bandwidth" in line]
 
 
 def test_caches_disk_and_swap_of_nodes(metrics: Metrics) -> None:

@@ -15,6 +15,7 @@ from services.scheduler.domain.events import (
     DemandReceived,
     Event,
     LoaderStatusReceived,
+    MigrationUpdated,
     NodeStatusReceived,
     Recovered,
     RemoveModelRequested,
@@ -132,13 +133,19 @@ class World:
     # Actions of tests.
 
     def change_leader(self) -> None:
-        """Change the leader: only durable state survives, and the epoch is one higher."""
+        """Change the leader: only durable state survives, and the epoch is one higher.
+
+        Ordered migrations are in their bucket.
+        """
         old = self.state
         state = ClusterState(epoch=old.epoch + 1, recovered_at=self.now, keep_alive_rule=old.keep_alive_rule)
         kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
         apply(state, [Put(e) for e in kept])
         self.state = state
         self.send(Recovered(self.now))
+        for move in old.migrations.values():
+            if move.record is not None:
+                self.send(MigrationUpdated(self.now, move.record))
 
     def node(self, name: str = "n1", budget: int = 1000 * MIB, devices: tuple[str, ...] = ("cpu:0",)) -> Agent:
         """Add a node; `budget` is that of each device."""

@@ -1,19 +1,20 @@
 """Stop instances without eviction.
 
-Those of removed or changed models, on drained nodes, past their keep-alive, and starts without
-demand. So are those of a model that was put to sleep while the scheduler did not know of them.
+Those of removed or changed models, on drained nodes, past their keep-alive, starts without demand,
+and surplus starts for migrations that have ended. So are those of a model that was put to sleep
+while the scheduler did not know of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.scheduler.domain.demand.replica_targets import count_running
+from services.scheduler.domain.demand.replica_targets import count_running, list_lasting
 from services.scheduler.domain.estimates.start_times import resumes_faster
 from services.scheduler.domain.lifecycle.park_attempts import TRIGGER, record_park_impossible
 from services.scheduler.domain.lifecycle.suspension import prefer_suspend
 from services.scheduler.domain.lifecycle.transitions import stop_instance
-from services.scheduler.domain.state.entities import Instance, Leaving, Model
+from services.scheduler.domain.state.entities import MIGRATE, Instance, Leaving, Model
 from services.scheduler.domain.state.transaction import Transaction
 from shared.contracts.node import InstanceState
 
@@ -49,6 +50,8 @@ def stop_reason(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
     if i.trigger == TRIGGER and may_ask and (order := _parks(tx, i)) is not None:
         return order
     if not ready:
+        if _is_surplus_destination(tx, i, model):
+            return "drain", "the migration that it was started for has ended"
         return ("drain", "no request waits for it") if _is_unwanted(tx, i, model) else None
     if model.sleep_requested and i.trigger != TRIGGER and not tx.state.waiting_count(model.key):
         return prefer_suspend(tx, i, "drain"), "its model was put to sleep"
@@ -74,6 +77,18 @@ def _parks(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
         record_park_impossible(tx, i.model, reason)
         return "if_idle", f"it cannot be parked: {reason}"
     return None
+
+
+def _is_surplus_destination(tx: Transaction, i: Instance, model: Model) -> bool:
+    """True for a start that was to be a destination, if the model has enough instances without it.
+
+    No migration has it as its destination: it ended, or its leader ended before it was ordered.
+    Instances on drained nodes do not count, as they leave.
+    """
+    if i.trigger != MIGRATE:
+        return False
+    lasting = list_lasting(tx, model, tx.state.live_instances(model))
+    return sum(tx.state.find_drained_node(x) is None for x in lasting) > model.card.spec.replicas.max
 
 
 def _is_unwanted(tx: Transaction, i: Instance, model: Model) -> bool:

@@ -9,8 +9,8 @@
 4. Finished: the requester is answered, the times are learned, and an empty source is stopped.
 
 A destination is protected until then (`ClusterState.inbound_migration`). Ordered migrations are in
-the bucket, where a new leader reads them. Others end with their leader; those of a drained node are
-requested again.
+the bucket, where a new leader reads them. Others end with their leader, and so do the starts of
+their destinations beyond `replicas.max`; those of a drained node are requested again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from services.scheduler.domain.lifecycle.transitions import start_instance, stop
 from services.scheduler.domain.placement.place import place
 from services.scheduler.domain.placement.whole_worker import place_whole_worker
 from services.scheduler.domain.policies.autoscaling import needed_workers, share_requests
-from services.scheduler.domain.state.entities import CONSOLIDATION, Instance, Model
+from services.scheduler.domain.state.entities import CONSOLIDATION, MIGRATE, Instance, Model
 from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import ConsolidationFailures, Cooldown
@@ -36,7 +36,6 @@ from shared.errors import Conflict, InsufficientMemory, InvalidRequest, NotFound
 
 ALWAYS_STOPS_SOURCE = ("drain", "placement")
 """Reasons for which the source stops, whatever becomes of the migration."""
-TRIGGER = "migrate"
 UNCLAIMED_S = 10.0
 """An order that no migrator has claimed by then is cancelled."""
 NO_MIGRATOR = "no migrator claims the order. Start one: python -m services.migrator"
@@ -319,7 +318,7 @@ def _start_destination(tx: Transaction, move: Migration, source: Instance, model
             tx.put(replace(move, waiting_reason=placement.reason))
             tx.put(Cooldown(_cooldown_key(move.source), tx.now + tx.policy.refusal_cooldown_s))
         return None
-    start_instance(tx, model, placement, CONSOLIDATION if move.reason == CONSOLIDATION else TRIGGER, tx.now, move.plan_id)
+    start_instance(tx, model, placement, CONSOLIDATION if move.reason == CONSOLIDATION else MIGRATE, tx.now, move.plan_id)
     plan = tx.plans[-1]
     return tx.state.instances[plan.instance_id or ""]
 

@@ -44,6 +44,8 @@ from shared.contracts.plans import PlanRecord
 
 CONSOLIDATION = "consolidation"
 """Trigger of an instance that takes over from a pipeline group, and reason of its migration."""
+MIGRATE = "migrate"
+"""Trigger of an instance that was started as the destination of another migration."""
 Leaving = Literal["no", "if_idle", "drain", "suspend_if_idle", "suspend"]
 
 

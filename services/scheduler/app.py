@@ -16,14 +16,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-import asyncpg
 from nats.errors import Error as NatsError
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog, ensure_streams
-from services.scheduler.adapters.database import connect, migrate, plain_url, refused_login
+from services.scheduler.adapters.database import DATABASE_ERRORS, connect, migrate, plain_url, refused_login
 from services.scheduler.adapters.gc_tuning import freeze_heap, unfreeze_heap
 from services.scheduler.adapters.held_memory import FLUSH_PERIOD_S, HeldMemory
 from services.scheduler.adapters.leadership import Term, leadership
@@ -57,7 +55,7 @@ LOADERS_AT_ONCE = 100
 _RETRY_S = 0.2
 _FAILED_S = 1.0
 """Pause before a failed task of the term begins again."""
-_TERM_ERRORS = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, NatsError, TimeoutError, StaleEpoch)
+_TERM_ERRORS = (*DATABASE_ERRORS, NatsError, TimeoutError, StaleEpoch)
 
 
 async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
@@ -181,7 +179,7 @@ async def _record_held(held: HeldMemory, handlers: Handlers) -> None:
         await asyncio.sleep(FLUSH_PERIOD_S)
         try:
             await held.flush(clock.now())
-        except (SQLAlchemyError, OSError, StaleEpoch) as e:
+        except (*DATABASE_ERRORS, StaleEpoch) as e:
             log.warning("failed to record the memory held; it is recorded later", extra={"error": repr(e)})
         else:
             handlers.spending.note_held()
@@ -228,7 +226,7 @@ async def _background_tasks(
             try:
                 await repository.prune(epoch, clock.now())
                 await ledger.prune(epoch, clock.hour())
-            except (SQLAlchemyError, OSError, StaleEpoch) as e:
+            except (*DATABASE_ERRORS, StaleEpoch) as e:
                 log.warning("failed to prune old plans", extra={"error": repr(e)})
             await asyncio.sleep(PRUNE_PERIOD_S)
 
@@ -248,7 +246,7 @@ async def _background_tasks(
                 for some in _batches(changed, LOADERS_AT_ONCE):
                     await repository.keep_loaders(epoch, [x for n in some if (x := loop.state.loaders.get(n)) is not None])
                     written |= {n: now[n] for n in some}
-            except (SQLAlchemyError, OSError, StaleEpoch) as e:
+            except (*DATABASE_ERRORS, StaleEpoch) as e:
                 log.warning("failed to persist loader status", extra={"error": repr(e)})
 
     timers: dict[str, Background] = {

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
-import asyncpg
 from pydantic import Field, TypeAdapter
-from sqlalchemy.exc import SQLAlchemyError
 
 from services.scheduler.adapters import clock
+from services.scheduler.adapters.database import DATABASE_ERRORS
 from services.scheduler.adapters.held_memory import HeldMemory
 from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.migrations import Migrations
@@ -86,11 +85,11 @@ _INSPECT_AGAIN_MS = 10_000
 
 
 @contextmanager
-def _database_errors_as_unavailable() -> Iterator[None]:
+def _database_errors_as_unavailable(what: str) -> Iterator[None]:
     try:
         yield
-    except (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, StaleEpoch) as e:
-        raise Unavailable(f"The ledger cannot be used now ({type(e).__name__}). Try again", should_retry=True) from e
+    except (*DATABASE_ERRORS, StaleEpoch) as e:
+        raise Unavailable(f"{what} cannot be used now ({type(e).__name__}). Try again", should_retry=True) from e
 
 
 class Handlers:
@@ -220,7 +219,7 @@ class Handlers:
         """
         if self._over:
             raise Unavailable("This scheduler is no longer the leader. Try again", retry_after_ms=500, should_retry=True)
-        with _database_errors_as_unavailable():
+        with _database_errors_as_unavailable("The ledger"):
             if isinstance(request, ViewSpending):
                 return await self.spending.view(request, clock.hour())
             return await self.spending.record(self._loop.state.epoch, request, clock.hour())
@@ -248,11 +247,12 @@ class Handlers:
     async def _view(self, request: View) -> Message:
         match request:
             case ExplainPlan():
-                return await self._explainer.explain(request)
+                with _database_errors_as_unavailable("The database"):
+                    return await self._explainer.explain(request)
             case ViewMigrations(migration_id=migration_id, limit=limit):
                 return MigrationsViewed(migrations=self._migrations.list_latest(migration_id, limit))
             case ViewUsage():
-                with _database_errors_as_unavailable():
+                with _database_errors_as_unavailable("The ledger"):
                     return await self._ledger.view(request)
             case ViewCluster(brief=brief):
                 return view(self._loop.state, self._name, clock.now(), self._policy, brief=brief)

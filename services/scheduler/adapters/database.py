@@ -10,6 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ CONNECT_TIMEOUT_S = 3
 LEADER_LOCK = 0x7468_6177_0002
 NEWEST_REVISION = "0016"
 """The newest schema in `migrations/versions`."""
+DATABASE_ERRORS = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError)
+"""What a statement raises. SQLAlchemy does not wrap errors of connecting (`open_connection`)."""
 _MIGRATIONS = Path(__file__).parent.parent / "migrations"
 
 

@@ -52,6 +52,7 @@ PRUNE_PERIOD_S = 600.0
 HEAP_PERIOD_S = 60.0
 LOADER_STATUS_PERIOD_S = 10.0
 LOADERS_AT_ONCE = 100
+CATALOG_CHECK_S = 10.0
 _RETRY_S = 0.2
 _FAILED_S = 1.0
 """Pause before a failed task of the term begins again."""
@@ -137,7 +138,11 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
     try:
         metrics.loaders = lambda: tuple(seen.status for seen in tuple(loop.state.loaders.values()))
         metrics.nodes = lambda: tuple(loop.state.presence.values())
-        own = {"held memory": partial(_record_held, held, handlers), "reconnections": partial(_ask_again, mesh)}
+        own = {
+            "held memory": partial(_record_held, held, handlers),
+            "reconnections": partial(_ask_again, mesh),
+            "catalogue": partial(_check_catalogue, mesh, outbox),
+        }
         async with _background_tasks(loop, repository, ledger, term.epoch, migrations, own):
             await handlers.start()
             await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
@@ -172,6 +177,21 @@ async def _ask_again(mesh: Mesh) -> None:
                 await mesh.publish(subjects.STATUS_WANTED, StatusWanted())
             except NatsError as e:  # the next reconnection asks
                 log.warning("failed to ask for the nodes' status", extra={"error": repr(e)})
+
+
+async def _check_catalogue(mesh: Mesh, outbox: Outbox) -> None:
+    """Check the catalogue after each reconnection, and periodically: JetStream may have lost it.
+
+    In a cluster the server that kept it need not be the one that this process is connected to.
+    """
+    reconnected = asyncio.Event()
+    with mesh.on_reconnect(reconnected.set):
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CATALOG_CHECK_S):
+                    await reconnected.wait()
+            reconnected.clear()
+            outbox.check_catalogue()
 
 
 async def _record_held(held: HeldMemory, handlers: Handlers) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
 
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
@@ -47,17 +49,20 @@ async def ensure_streams(js: JetStreamContext, replicas: int = 1) -> None:
 
 
 class Catalog:
+    """Writes the bucket, and fills it again if JetStream has lost it."""
+
     def __init__(self, js: JetStreamContext, replicas: int = 1) -> None:
         self._js = js
         self._replicas = replicas
         self._bucket: KeyValue | None = None
+        self._created: datetime | None = None
+        """When the bucket was created, as it was opened last."""
+        self._is_filled = True
+        """False: the bucket may differ from `_cards`."""
+        self._cards: dict[str, ModelCard] = {}
+        """The cards that the bucket is to have, by model."""
         self._unwritten: dict[str, ModelCard] = {}
-        """Cards without room in the bucket, by model."""
-
-    async def _open(self) -> KeyValue:
-        if self._bucket is None:
-            self._bucket = await catalog_bucket(self._js, self._replicas, owner=True)
-        return self._bucket
+        """Those of them that it lacks: being written, or without room."""
 
     async def put(self, card: ModelCard) -> None:
         """Write a card.
@@ -65,53 +70,96 @@ class Catalog:
         Raises:
             StoreFull: The bucket is full. The card is written once a removal makes room.
         """
-        with full_as(_FULL.format(name=card.name)):
-            self._unwritten[card.name] = card
-            await (await self._open()).put(subjects.token(card.name), card.model_dump_json().encode())
-            del self._unwritten[card.name]
+        self._cards[card.name] = self._unwritten[card.name] = card
+        with self._opened_again_after_errors():
+            await self._write(await self._open(), card)
 
     async def delete(self, name: str) -> None:
+        self._cards.pop(name, None)
         self._unwritten.pop(name, None)
-        await (await self._open()).delete(subjects.token(name))
-        for card in list(self._unwritten.values()):
-            try:
-                await self.put(card)
-            except StoreFull:
-                return
+        with self._opened_again_after_errors():
+            bucket = await self._open()
+            await bucket.delete(subjects.token(name))
+            for card in list(self._unwritten.values()):
+                try:
+                    await self._write(bucket, card)
+                except StoreFull:
+                    return
+
+    async def reconcile(self, cards: Iterable[ModelCard]) -> None:
+        """Make the bucket contain exactly `cards`, writing differences only."""
+        self._cards = {c.name: c for c in cards}
+        self._is_filled = False
+        await self.check()
+
+    async def check(self) -> None:
+        """Create the bucket again and fill it, if JetStream has lost it or its entries."""
+        self._bucket = None
+        await self._open()
+
+    async def _open(self) -> KeyValue:
+        if self._bucket is None:
+            bucket = await catalog_bucket(self._js, self._replicas, owner=True)
+            info = (await bucket.status()).stream_info
+            if self._created is not None and (info.created != self._created or info.state.messages < self._count_written()):
+                log.warning("JetStream has lost the catalogue; writing it again", extra={"models": len(self._cards)})
+                self._is_filled = False
+            if not self._is_filled:
+                await self._write_differences(bucket)
+                self._is_filled = True
+            self._created = info.created
+            self._bucket = bucket
+        return self._bucket
+
+    def _count_written(self) -> int:
+        return len(self._cards) - len(self._unwritten)
+
+    @contextmanager
+    def _opened_again_after_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (NatsError, TimeoutError):
+            self._bucket = None
+            raise
+
+    async def _write(self, bucket: KeyValue, card: ModelCard) -> None:
+        with full_as(_FULL.format(name=card.name)):
+            await bucket.put(subjects.token(card.name), card.model_dump_json().encode())
+        self._unwritten.pop(card.name, None)
 
     async def read(self) -> dict[str, ModelCard]:
         """Return the present cards by key, without unreadable entries."""
         found = {}
-        for key, value in (await self._entries()).items():
+        for key, value in (await _read_entries(await self._open())).items():
             try:
                 found[key] = ModelCard.model_validate_json(value)
             except ValidationError:
                 continue
         return found
 
-    async def _entries(self) -> dict[str, bytes]:
-        """Read the whole bucket as one stream: one request per key takes seconds for ten thousand
-        models.
-        """
-        found: dict[str, bytes] = {}
-        async with watching(await self._open(), ignore_deletes=True) as watcher:
-            while (entry := await watcher.updates(timeout=_NEXT_ENTRY_S)) is not None:
-                found[entry.key] = entry.value or b""
-        return found
-
-    async def reconcile(self, cards: Iterable[ModelCard]) -> None:
-        """Make the bucket contain exactly `cards`, writing differences only."""
-        bucket = await self._open()
-        present = await self._entries()
-        wanted = {subjects.token(c.name): c for c in cards}
+    async def _write_differences(self, bucket: KeyValue) -> None:
+        present = await _read_entries(bucket)
+        wanted = {subjects.token(c.name): c for c in self._cards.values()}
         for key in present.keys() - wanted.keys():
             await bucket.delete(key)
+        self._unwritten = {c.name: c for key, c in wanted.items() if key not in present}
         for number, (key, card) in enumerate(wanted.items()):
-            value = card.model_dump_json().encode()
-            if present.get(key) != value:
+            if present.get(key) != card.model_dump_json().encode():
                 try:
-                    await self.put(card)
+                    await self._write(bucket, card)
                 except StoreFull as e:
+                    self._unwritten[card.name] = card
                     log.error("failed to write a model to the catalogue", extra={"model": card.name, "error": e.message})
             elif number % _AT_A_STRETCH == 0:
                 await asyncio.sleep(0)
+
+
+async def _read_entries(bucket: KeyValue) -> dict[str, bytes]:
+    """Read the whole bucket as one stream: one request per key takes seconds for ten thousand
+    models.
+    """
+    found: dict[str, bytes] = {}
+    async with watching(bucket, ignore_deletes=True) as watcher:
+        while (entry := await watcher.updates(timeout=_NEXT_ENTRY_S)) is not None:
+            found[entry.key] = entry.value or b""
+    return found

@@ -20,6 +20,7 @@ from functools import partial
 
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
+from nats.js.errors import NoStreamResponseError
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog
@@ -58,13 +59,17 @@ from shared.contracts.stages import Stage
 from shared.contracts.traces import LoadTrace
 from shared.errors import DeadlineExceeded, StoreFull, ThawError, Unreachable
 from shared.messaging import Mesh
+from shared.messaging.streams import ensure_trace_stream
 from shared.tasks import end
+from shared.telemetry.logs import LogRateLimit
 
 log = logging.getLogger(__name__)
 Job = Callable[[], Awaitable[None]]
 _RETRY_S = 0.25
 _WAITED_S = 0.1
 """A plan made this long after its demand arrived had to wait for something."""
+MAX_TRACES = 1000
+"""Traces that may wait for JetStream; beyond them the oldest are dropped."""
 
 
 @dataclass
@@ -79,6 +84,9 @@ class Outbox:
     `post` receives the results of commands; `reply` answers requests. `is_wanted` is False for
     a start or resumption that waited until its instance was given up: it must not reach its node.
     `forget_node` removes what else is kept of a node that is gone.
+
+    Attributes:
+        dropped_traces: Load traces that were not published.
     """
 
     def __init__(
@@ -104,6 +112,8 @@ class Outbox:
         self._migrations = migrations
         self._is_wanted = is_wanted
         self._forget_node = forget_node
+        self.dropped_traces = 0
+        self._failures = LogRateLimit()
         self._group_key = secrets.token_bytes(32)
         """Secrets of groups derive from it: all starts of a group leave from this process."""
         self._lanes: dict[str, _Lane] = {}
@@ -115,7 +125,12 @@ class Outbox:
 
     def reconcile(self, cards: Iterable[ModelCard]) -> None:
         """Bring the catalogue in line with the database, before any later change of it."""
-        self._lane("catalogue", partial(_retry_write, partial(self._catalog.reconcile, list(cards))))
+        self._lane("catalogue", partial(self._retry_write, partial(self._catalog.reconcile, list(cards))))
+
+    def check_catalogue(self) -> None:
+        """Write the catalogue again if JetStream has lost it, unless it is being written."""
+        if "catalogue" not in self._lanes:
+            self._lane("catalogue", partial(self._retry_write, self._catalog.check))
 
     def node_reported(self, node: str, boot_id: str) -> None:
         """Let the node's lane retry: its nodeagent, of that `boot_id`, has sent a status."""
@@ -140,7 +155,7 @@ class Outbox:
                 case PublishLoadFailed(event):
                     self._lane("events", partial(self._mesh.publish, subjects.LOAD_FAILED, event))
                 case LoadEnded():
-                    self._lane("traces", self._trace_job(self._loads.record_ended(effect)))
+                    self._publish_trace(self._loads.record_ended(effect))
                 case OrderMigration(record):
                     self._lane("migrations", partial(self._migrations.order, record))
                 case CancelMigration(migration_id, error):
@@ -150,7 +165,7 @@ class Outbox:
                     self._lane("catalogue", partial(self._put_card, card, refused))
                 case DeleteCatalog(name):
                     catalogued = True
-                    self._lane("catalogue", partial(_retry_write, partial(self._catalog.delete, name)))
+                    self._lane("catalogue", partial(self._retry_write, partial(self._catalog.delete, name)))
                 case ReplyTo() if catalogued:
                     self._lane("catalogue", partial(self._reply_job, effect, refused))
                     refused = []
@@ -254,22 +269,59 @@ class Outbox:
 
         return send
 
+    def _publish_trace(self, trace: LoadTrace) -> None:
+        """Queue a trace for publication; drop the oldest if too many wait."""
+        lane = self._lanes.get("traces")
+        if lane is not None and len(lane.jobs) >= MAX_TRACES:
+            lane.jobs.popleft()
+            self._drop_trace("too many wait for JetStream")
+        self._lane("traces", self._trace_job(trace))
+
+    def _drop_trace(self, reason: str) -> None:
+        self.dropped_traces += 1
+        if self._failures.allows("traces"):
+            log.warning("failed to publish a load trace", extra={"error": reason, "dropped": self.dropped_traces})
+
     def _trace_job(self, trace: LoadTrace) -> Job:
         async def publish() -> None:
             try:
-                await self._js.publish(subjects.load_trace(trace.plan_id), trace.model_dump_json().encode(), timeout=5)
+                await self._store_trace(subjects.load_trace(trace.plan_id), trace.model_dump_json().encode())
+                self._failures.reset()
             except (NatsError, TimeoutError) as e:
-                log.warning("failed to publish a load trace", extra={"plan_id": trace.plan_id, "error": repr(e)})
+                self._drop_trace(repr(e))
 
         return publish
+
+    async def _store_trace(self, subject: str, data: bytes) -> None:
+        """Publish a trace; create its stream again if JetStream has lost it."""
+        try:
+            await self._js.publish(subject, data, timeout=5)
+        except NoStreamResponseError:
+            await ensure_trace_stream(self._js, self._mesh.replicas)
+            await self._js.publish(subject, data, timeout=5)
 
     async def _put_card(self, card: ModelCard, refused: list[StoreFull]) -> None:
         """Write a card; a full catalogue is reported to the operator who registered the model."""
         try:
-            await _retry_write(partial(self._catalog.put, card))
+            await self._retry_write(partial(self._catalog.put, card))
         except StoreFull as e:
             log.error("failed to write a model to the catalogue", extra={"model": card.name, "error": e.message})
             refused.append(e)
+
+    async def _retry_write(self, write: Job) -> None:
+        """Write to the catalogue, with retries while JetStream does not answer.
+
+        The next leader reconciles what is left.
+        """
+        while True:
+            try:
+                await write()
+                self._failures.reset()
+                return
+            except (NatsError, TimeoutError) as e:
+                if self._failures.allows("catalogue"):
+                    log.warning("failed to write the catalogue; retrying", extra={"error": repr(e)})
+                await asyncio.sleep(_RETRY_S)
 
     async def _reply_job(self, effect: ReplyTo, refused: list[StoreFull]) -> None:
         self._reply(ReplyTo(effect.waiter, refused[0].body()) if refused else effect)
@@ -321,20 +373,6 @@ class Outbox:
             attempt.result()
         except NatsError as e:
             raise Unreachable(f"NATS is unreachable: {e}") from e
-
-
-async def _retry_write(write: Job) -> None:
-    """Write to the catalogue, with retries while JetStream does not answer.
-
-    The next leader reconciles what is left.
-    """
-    while True:
-        try:
-            await write()
-            return
-        except (NatsError, TimeoutError) as e:
-            log.warning("failed to write the catalogue; retrying", extra={"error": repr(e)})
-            await asyncio.sleep(_RETRY_S)
 
 
 def _list_earlier_phases(effect: SendStart | SendResume, committed_at: float) -> tuple[PhaseSpan, ...]:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.mesh_client import mesh
+from tests.support.patient_mesh import mesh
 
 __all__ = ["mesh"]

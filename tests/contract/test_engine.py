@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from pydantic import SecretStr
 
 from shared.contracts import subjects
 from shared.contracts.base import Done
-from shared.contracts.engine import DrainEngine, EngineExited, EngineForked, EngineReport, EngineStart, PingEngine
+from shared.contracts.engine import DrainEngine, EngineReport, EngineStart, PingEngine
 from shared.contracts.inference import CancelInfer, InferChunk, InferFinished, InferStarted
 from shared.errors import InstanceBusy, Unreachable
 from shared.settings import CommonSettings
-from tests.support.engines import Engines, Stream, ZygoteClient, ZygoteProcess
+from tests.integration.engine.processes import exited, forked
+from tests.support.engines import Engines, Stream, ZygoteProcess
 from tests.support.paced_zygote import MODULE, Pace
 from tests.support.patient_mesh import PatientMesh
 from tests.support.segments import FakeLoader, card_of
@@ -67,19 +69,6 @@ def zygote() -> Iterator[ZygoteProcess]:
         process.close()
 
 
-async def forked(client: ZygoteClient, start: EngineStart) -> tuple[int, Callable[[], Awaitable[int]]]:
-    client.send(start.model_dump_json().encode())
-    sent = await client.hear()
-    assert isinstance(sent, EngineForked)
-
-    async def exit_status() -> int:
-        sent = await client.hear()
-        assert isinstance(sent, EngineExited)
-        return sent.returncode
-
-    return sent.pid, exit_status
-
-
 @pytest.fixture(params=["stub", "builtin"])
 async def engine(request: pytest.FixtureRequest, nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Running]:
     mesh = PatientMesh(CommonSettings(nats_url=SecretStr(nats_server.url)), "test")
@@ -92,10 +81,12 @@ async def engine(request: pytest.FixtureRequest, nats_server: NatsServer, tmp_pa
     pace = Pace(tmp_path)
     start = engines.paced(card, pace)
     pid, client = 0, None
+    exit_status: Callable[[], Awaitable[int]]
     try:
         if request.param == "builtin":
             client = await request.getfixturevalue("zygote").connect()
-            pid, exit_status = await forked(client, start)
+            pid = await forked(client, start)
+            exit_status = partial(exited, client, pid)
         else:
             process = engines.spawn(start, "tests.support.stub_engine")
             pid, exit_status = process.pid, lambda: asyncio.to_thread(process.wait, 60)

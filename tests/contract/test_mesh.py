@@ -97,7 +97,7 @@ async def test_request_to_a_stopping_responder_is_answered_or_unreachable(mesh: 
     late = []
     for n in range(3, 9):
         await mesh.flush()
-        late.append(asyncio.create_task(mesh.request(subject, Ask(value=n, deadline_ms=2000), Answer)))
+        late.append(asyncio.create_task(mesh.request(subject, Ask(value=n), Answer)))
     await mesh.flush()
     proceed.set()
     assert [a.value for a in await asyncio.gather(*before)] == [0, 1, 2]
@@ -115,7 +115,7 @@ async def test_requests_that_arrive_during_a_stop_are_answered(mesh: Mesh, concu
         responder = mesh.respond(subject, ASK, handle, concurrent=concurrent)
         await responder.start()
         await mesh.flush()
-        asked = [asyncio.create_task(mesh.request(subject, Ask(value=n, deadline_ms=2000), Answer)) for n in range(5)]
+        asked = [asyncio.create_task(mesh.request(subject, Ask(value=n), Answer)) for n in range(5)]
         for _ in range(moment):
             await asyncio.sleep(0)
         await responder.stop()

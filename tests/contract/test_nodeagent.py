@@ -24,7 +24,7 @@ def run_agent(home: Path, **settings: str) -> subprocess.CompletedProcess[str]:
             env={**os.environ, "THAW_HOME": str(home), "THAW_NODE": "n", "THAW_LOG_FORMAT": "text", **settings},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             check=False,
         )
 

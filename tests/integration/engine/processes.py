@@ -16,10 +16,21 @@ FINITE: dict[str, Any] = SLOW | {"max_tokens": 60}
 
 async def forked(client: ZygoteClient, start: EngineStart) -> int:
     client.send(start.model_dump_json().encode())
-    reported = await client.hear()
-    assert isinstance(reported, EngineForked), reported
+    reported = await hear_fork(client)
     assert reported.instance_id == start.instance_id
     return reported.pid
+
+
+async def hear_fork(client: ZygoteClient) -> EngineForked:
+    """Return the zygote's next answer.
+
+    The zygote reports exits to all its clients: that of an engine which an earlier test has killed
+    may arrive first.
+    """
+    while isinstance(reported := await client.hear(), EngineExited):
+        pass
+    assert isinstance(reported, EngineForked), reported
+    return reported
 
 
 async def exited(client: ZygoteClient, pid: int) -> int:

@@ -19,7 +19,7 @@ import pytest
 
 from shared.contracts import subjects
 from shared.contracts.base import Done
-from shared.contracts.engine import DrainEngine, EngineForked, EngineReport, EngineStart, PingEngine
+from shared.contracts.engine import DrainEngine, EngineReport, EngineStart, PingEngine
 from shared.contracts.executor import (
     CURRENT_BYTES,
     AttachInstance,
@@ -34,7 +34,7 @@ from shared.contracts.executor import (
 from shared.contracts.inference import CancelInfer, InferChunk, InferFailed, InferFinished, InferStarted
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, Unreachable
-from tests.integration.engine.processes import FINITE, SLOW, exited, forked, until_streaming
+from tests.integration.engine.processes import FINITE, SLOW, exited, forked, hear_fork, until_streaming
 from tests.support.engines import Engines, ZygoteClient
 from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
@@ -65,9 +65,7 @@ class RunningExecutor:
             environment={"THAW_NATS_URL": self.engines.nats_url, "THAW_ENGINE_THREADS": "1", **self._pace.environment},
         )
         self.client.send(start.model_dump_json().encode())
-        reported = await self.client.hear()
-        assert isinstance(reported, EngineForked), reported
-        self.pid = reported.pid
+        self.pid = (await hear_fork(self.client)).pid
         async with asyncio.timeout(_WITHIN_S):
             while True:
                 try:

@@ -13,14 +13,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from shared.contracts.engine import EngineExited, EngineForked, ZygoteFailure
+from shared.contracts.engine import EngineExited, ZygoteFailure
+from tests.integration.engine.processes import forked
+from tests.integration.nodeagent.harness import gone
 from tests.support.engines import Engines, ZygoteClient, ZygoteProcess
 from tests.support.segments import FakeLoader, card_of
 
@@ -35,10 +36,7 @@ def own_zygote() -> Iterator[ZygoteProcess]:
 
 async def fork(client: ZygoteClient, engines: Engines, demo: Path) -> tuple[str, int]:
     start = engines.spec(card_of(demo))
-    client.send(start.model_dump_json().encode())
-    reported = await client.hear()
-    assert isinstance(reported, EngineForked)
-    return start.instance_id, reported.pid
+    return start.instance_id, await forked(client, start)
 
 
 async def test_exits_are_reported_to_every_nodeagent(zygote: ZygoteProcess, engines: Engines, demo_directory: Path) -> None:
@@ -122,12 +120,8 @@ async def test_engines_survive_their_zygote(own_zygote: ZygoteProcess, engines: 
     assert not own_zygote.socket.exists()
     stream = await engines.answer(instance, "completion", prompt="abc", max_tokens=4)
     assert len(stream.tokens()) == 4
-    engine = psutil.Process(pid)
     os.kill(pid, signal.SIGTERM)
-    gone_by = time.monotonic() + 60
-    while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < gone_by
-        await asyncio.sleep(0.02)
+    assert await gone(pid)
     await client.close()
     loader.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from shared.contracts import subjects
 from shared.contracts.inference import InferData, InferEnd, InferFailed
-from tests.support.hosted import Hosts, fake_card
+from tests.support.hosted import HostedAnswer, Hosts, fake_card
 
 
 async def ready(hosts: Hosts, *options: str, **more: Any) -> str:
@@ -49,12 +48,19 @@ async def test_usage_that_the_client_did_not_request_is_hidden(hosts: Hosts) -> 
     assert report.load.completed == 1
 
 
-async def test_time_of_the_engine_is_divided_among_its_requests(hosts: Hosts) -> None:
-    instance = await ready(hosts)
-    body: dict[str, Any] = {"prompt": "x", "stream": True, "fake": {"tokens": 20, "pace": 0.01}}
+async def test_time_of_the_engine_is_divided_among_its_requests(hosts: Hosts, tmp_path: Path) -> None:
+    """The engine sends the rest of both streams once their first messages have arrived."""
+    instance, may_continue = await ready(hosts), tmp_path / "may continue"
+    fake = {"says": "x" * 30, "pace": 0.01, "hold": {"tokens": 4, "file": str(may_continue)}}
     began = time.monotonic()
-    answers = await asyncio.gather(*(hosts.whole(instance, "completion", **body) for _ in range(2)))
+    streams = [await hosts.ask(instance, "completion", prompt="x", stream=True, fake=fake) for _ in range(2)]
+    for stream in streams:
+        await stream.until(lambda r: any(isinstance(x, InferData) for x in r))
+    may_continue.touch()
+    for stream in streams:
+        await stream.until(lambda r: isinstance(r[-1], InferEnd))
     took = time.monotonic() - began
+    answers = [HostedAnswer(stream) for stream in streams]
     shares = [a.device_s for a in answers]
     assert all(0 < share < took for share in shares)
     assert 0.2 <= sum(shares) <= took + 1e-3, "both at once take no longer than one"
@@ -66,7 +72,7 @@ async def test_time_of_the_engine_is_divided_among_its_requests(hosts: Hosts) ->
 
 async def test_abandoned_work_is_that_of_no_request(hosts: Hosts) -> None:
     instance = await ready(hosts)
-    stream = await hosts.ask(instance, "completion", prompt="x", stream=True, fake={"tokens": 1000, "pace": 0.01})
+    stream = await hosts.ask(instance, "completion", prompt="x", stream=True, fake={"tokens": 10_000, "pace": 0.01})
     await stream.until(lambda replies: len(replies) > 3)
     await hosts.cancel(instance, stream.request_id)
     load = (await hosts.reported(instance, lambda r: not r.load.active and bool(r.load.background))).load

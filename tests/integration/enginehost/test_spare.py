@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.integration.enginehost.spare_node import WITHIN_S, Node
+from tests.integration.nodeagent.harness import gone
 from tests.support.hosted import Hosts
 
 
@@ -24,13 +25,6 @@ async def node(hosts: Hosts, tmp_path: Path) -> Any:
     node = Node(hosts, tmp_path)
     yield node
     await node.close()
-
-
-async def gone(node: Node, pid: int) -> None:
-    async def there() -> bool:
-        return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-    await node.hosts.eventually(there, lambda is_there: not is_there, WITHIN_S)
 
 
 async def test_an_interpreter_in_waiting_becomes_the_engine(node: Node) -> None:
@@ -47,7 +41,7 @@ async def test_an_interpreter_in_waiting_becomes_the_engine(node: Node) -> None:
     assert answer.status == 200
     assert "environment 1" in Path(start.log_path).read_text(), "its words are the instance's, its environment the engine's"
     os.kill(pid, signal.SIGTERM)
-    await gone(node, waiting)
+    assert await gone(waiting)
     assert await node.launcher.exit_status(pid, WITHIN_S) == 0
 
 
@@ -89,21 +83,21 @@ async def test_spare_ends_with_its_killed_host(node: Node) -> None:
     waiting = await node.waits()
     host = psutil.Process(waiting).ppid()
     os.kill(host, signal.SIGKILL)
-    await gone(node, waiting)
+    assert await gone(waiting)
 
 
 async def test_engine_from_a_spare_ends_with_its_host(node: Node) -> None:
     waiting = await node.waits()
     pid = await node.ready(node.start())
     os.kill(pid, signal.SIGKILL)
-    await gone(node, waiting)
+    assert await gone(waiting)
     assert await node.launcher.exit_status(pid, WITHIN_S) == -signal.SIGKILL
 
 
 async def test_an_unneeded_spare_exits(node: Node) -> None:
     waiting = await node.waits()
     await node.close()
-    await gone(node, waiting)
+    assert await gone(waiting)
 
 
 def test_engines_without_spares_are_reported() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from services.gateway.adapters.prompt_length import TokenCounter
 from services.gateway.adapters.tokenizer_files import TokenizerFiles
-from tests.integration.loader.conftest import Client, LoaderProcess, client, loader, loader_environment, mesh
+from tests.integration.loader.conftest import Client, LoaderProcess, client, loader, loader_environment, loader_module
 from thaw.demo.tokenizer import write_tokenizer
 
-__all__ = ["client", "loader", "loader_environment", "mesh"]
+__all__ = ["client", "loader", "loader_environment", "loader_module"]
 
 
 async def test_files_of_a_model_on_another_machine(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:

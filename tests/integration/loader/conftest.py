@@ -141,8 +141,17 @@ def loader_environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def loader(nats_server: NatsServer, tmp_path: Path, loader_environment: dict[str, str]) -> Iterator[LoaderProcess]:
+def loader_module() -> str:
+    """The module that runs as the loader. Tests override it by a parameter."""
+    return LoaderProcess.module
+
+
+@pytest.fixture
+def loader(
+    nats_server: NatsServer, tmp_path: Path, loader_environment: dict[str, str], loader_module: str
+) -> Iterator[LoaderProcess]:
     process = LoaderProcess(nats_server.url, tmp_path / "home", f"n-{tmp_path.name.replace('_', '-').lower()}"[:60].rstrip("-"))
+    process.module = loader_module
     process.environment |= loader_environment
     process.home.mkdir()
     process.start()

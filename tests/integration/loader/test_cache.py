@@ -22,6 +22,7 @@ from services.loader.adapters.cards import card_for
 from shared.errors import CheckpointInvalid, Unavailable
 from tests.integration.loader.cached_loads import SHARD, STEP, load, settle
 from tests.integration.loader.checksums import write_sums
+from tests.integration.loader.leftovers import without_leftovers
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from weights.cache import store
@@ -43,12 +44,10 @@ def server(tmp_path: Path) -> Iterator[TierServer]:
     directory = tmp_path / "www" / "m"
     write_checkpoint(directory, tensors(megabytes=4), shards=2)
     write_sums(directory)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    server = TierServer(tmp_path / "www")
-    yield server
-    server.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
-    assert not [t.name for t in threading.enumerate() if t.name.startswith(("probe", "cache", "verify"))]
+    with without_leftovers("probe", "cache", "verify"):
+        server = TierServer(tmp_path / "www")
+        yield server
+        server.close()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.local_socket import assert_arrived, path_of
 from tests.integration.loader.sparse_models import GIB, client_card_of_sparse
 from tests.integration.loader.statuses import status_where
+from tests.support import slow_loader
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
 from weights.client import attach
 
@@ -48,6 +49,7 @@ async def test_weights_are_released_with_the_connection(loader: LoaderProcess, c
     assert loader.memory() == 0
 
 
+@pytest.mark.parametrize("loader_module", [slow_loader.MODULE])
 async def test_disconnected_reader_cancels_its_load(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "m", 2 * GIB)
     weights = await asyncio.to_thread(attach, path_of(loader), source=str(tmp_path / "m"), timeout=60)
@@ -99,6 +101,7 @@ def raw(path: Path, line: bytes) -> bytes:
             return answer.read()
 
 
+@pytest.mark.parametrize("loader_module", [slow_loader.MODULE])
 async def test_stopped_loader_is_reported_to_readers(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "m", 3 * GIB)
     await client_card_of_sparse(client, tmp_path / "m")

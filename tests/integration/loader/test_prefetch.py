@@ -25,6 +25,7 @@ from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.sparse_models import client_card_of_sparse
 from tests.integration.loader.statuses import status_where
 from tests.integration.loader.tiers_server import Faults, TierServer
+from tests.support import slow_loader
 from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
 from tests.unit.loader.segments import assert_same
@@ -79,6 +80,7 @@ async def test_prefetched_weights_attach_without_a_read(loader: LoaderProcess, c
     assert_same(await client.attach("i1", card), weights)
 
 
+@pytest.mark.parametrize("loader_module", [slow_loader.MODULE])
 async def test_prefetch_yields_to_a_load_for_a_request(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "large", 2 * GIB)
     write_checkpoint(tmp_path / "m", tensors(megabytes=40))
@@ -100,6 +102,7 @@ async def test_a_prefetch_of_requested_weights_continues(loader: LoaderProcess, 
     await status_where(client, loader.node, lambda s: bool(s.segments) and s.segments[0].holders == ("i1",))
 
 
+@pytest.mark.parametrize("loader_module", [slow_loader.MODULE])
 async def test_prefetch_can_be_cancelled_and_a_stale_leader_is_refused(
     loader: LoaderProcess, client: Client, tmp_path: Path
 ) -> None:

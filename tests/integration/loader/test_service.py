@@ -28,6 +28,7 @@ from shared.errors import (
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.sparse_models import GIB, client_card_of_sparse
 from tests.integration.loader.statuses import status_where
+from tests.support import slow_loader
 from tests.unit.loader.checkpoints import CONFIG, tensors, write_checkpoint, write_sparse_checkpoint
 from tests.unit.loader.segments import assert_same
 
@@ -125,6 +126,7 @@ async def test_too_large_for_shared_memory(loader: LoaderProcess, client: Client
     assert loader.memory() == 0
 
 
+@pytest.mark.parametrize("loader_module", [slow_loader.MODULE])
 async def test_the_last_release_calls_a_load_off(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_sparse_checkpoint(tmp_path / "m", 2 * GIB)
     card = await client_card_of_sparse(client, tmp_path / "m")
@@ -156,6 +158,7 @@ async def test_inspection_errors_are_typed(client: Client, tmp_path: Path) -> No
         await client.card(tmp_path / "none")
 
 
+@pytest.mark.parametrize("loader_module", [slow_loader.MODULE])
 async def test_restarted_loader_adopts_held_segments_after_sigkill(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path / "m")
     write_sparse_checkpoint(tmp_path / "big", 3 * GIB)
@@ -174,6 +177,7 @@ async def test_restarted_loader_adopts_held_segments_after_sigkill(loader: Loade
     assert await client.release("i1") == held.total_bytes
 
 
+@pytest.mark.parametrize("loader_module", [slow_loader.MODULE])
 async def test_clean_shutdown_keeps_only_held_segments(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     write_sparse_checkpoint(tmp_path / "big", 3 * GIB)

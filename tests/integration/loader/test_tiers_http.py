@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import CheckpointInvalid, InvalidModel, ThawError, Unavailable
+from tests.integration.loader.leftovers import without_leftovers
 from tests.integration.loader.tiers_server import TierServer
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from weights.tiers.connection import Patience
@@ -32,12 +33,10 @@ QUICK = Backoff(attempts=4, first_s=0.001, most_s=0.01)
 def server(tmp_path: Path) -> Iterator[TierServer]:
     write_checkpoint(tmp_path / "www" / "m", tensors(megabytes=4), shards=2)
     (tmp_path / "www" / "m" / "README.md").write_text("not wanted")
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    server = TierServer(tmp_path / "www")
-    yield server
-    server.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
-    assert not [t for t in threading.enumerate() if t.name.startswith(("probe", "cache", "verify"))]
+    with without_leftovers("probe", "cache", "verify"):
+        server = TierServer(tmp_path / "www")
+        yield server
+        server.close()
 
 
 @pytest.fixture

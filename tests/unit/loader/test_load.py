@@ -18,6 +18,7 @@ import pytest
 
 from shared.contracts.segment import PAGE
 from shared.errors import CheckpointInvalid, InsufficientMemory
+from tests.support.descriptors import open_files
 from tests.unit.loader.checkpoints import tensors, write_checkpoint, write_sparse_checkpoint
 from tests.unit.loader.page_cache import evict
 from tests.unit.loader.segments import assert_same
@@ -36,10 +37,10 @@ from weights.transfer.reader import ReadOptions
 @pytest.fixture
 def name() -> Iterator[str]:
     segment = f"thaw-test-{os.getpid()}"
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_files()
     yield segment
     (SHM / segment).unlink(missing_ok=True)
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert open_files() <= before
     assert segment not in Path("/proc/self/maps").read_text()
 
 
@@ -189,8 +190,8 @@ def test_called_off_within_a_chunk(tmp_path: Path, name: str) -> None:
     progress: list[int] = []
 
     def on_loaded(count: int) -> None:
+        cancelled.set()  # first: this thread may wait for a processor while the other one reads
         progress.append(count)
-        cancelled.set()
 
     with pytest.raises(Cancelled):
         load_segment(tmp_path, name, ReadOptions(threads=2), cancelled=cancelled, on_loaded=on_loaded)

@@ -22,6 +22,7 @@ from services.loader.domain.effects import Vacate
 from services.loader.domain.events import Event, Reclaimed, Vacated, VacateFailed
 from shared.contracts.segment import Extent
 from shared.mapping import map_extents
+from tests.support.descriptors import open_files
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.page_cache import evict
 from tests.unit.loader.pools import fill, mapper
@@ -35,14 +36,14 @@ COUNT = 12
 
 @pytest.fixture
 def pool() -> Iterator[PoolMemory]:
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_files()
     pool = PoolMemory(f"thaw-test-pool-{os.getpid()}", COUNT * CHUNK_BYTES)
     yield pool
     name = pool.path.name
     pool.close(unlink=True)
     assert not (SHM / name).exists()
     assert name not in Path("/proc/self/maps").read_text()
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert open_files() <= before
 
 
 def resident(pool: PoolMemory, what: str = "Rss") -> int:

@@ -46,13 +46,18 @@ def test_kill_at_every_disk_write_leaves_a_complete_or_absent_destination(tmp_pa
     verify(tmp_path / "out")
 
 
+def begin_conversion(directory: Path) -> subprocess.Popen[str]:
+    """Begin to convert `m` into `out`; the conversion waits after its first line of progress."""
+    write_checkpoint(directory / "m", tensors(megabytes=3))
+    command = (sys.executable, "-m", "tests.unit.loader.convert.held", str(directory / "m"), str(directory / "out"))
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert json.loads(child.stdout.readline())["stage"] == "convert"
+    return child
+
+
 def test_draft_of_a_killed_conversion_is_not_a_model(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "m", tensors(megabytes=30))
-    with killed_at_exit(
-        subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, text=True)
-    ) as child:
-        assert child.stdout is not None
-        assert json.loads(child.stdout.readline())["stage"] == "convert"
+    with killed_at_exit(begin_conversion(tmp_path)) as child:
         child.kill()
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointInvalid, match="has no weights"):
@@ -63,12 +68,7 @@ def test_draft_of_a_killed_conversion_is_not_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_interrupted_conversion_leaves_no_files(tmp_path: Path, number: signal.Signals) -> None:
-    write_sparse_checkpoint(tmp_path / "m", 1 << 30)
-    with killed_at_exit(
-        subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, text=True)
-    ) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
+    with killed_at_exit(begin_conversion(tmp_path)) as child:
         child.send_signal(number)
         assert child.wait(60) == 130
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
@@ -79,15 +79,14 @@ def test_conversion_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
     `thaw convert` was killed: its child notices, and does not continue for hours.
     """
-    write_sparse_checkpoint(tmp_path / "m", 1 << 30)
-    child = subprocess.Popen((*CONVERT, str(tmp_path / "m"), str(tmp_path / "out")), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert child.stdout is not None
-    assert child.stderr is not None
-    child.stdout.readline()
-    child.stdout.close()
-    assert child.wait(60) == 128 + signal.SIGPIPE
-    assert child.stderr.read() == b""
-    child.stderr.close()
+    with killed_at_exit(begin_conversion(tmp_path)) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()
+        child.stdin.close()  # it continues
+        assert child.wait(60) == 128 + signal.SIGPIPE
+        assert child.stderr.read() == ""
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 

@@ -79,15 +79,17 @@ class EngineSleep:
         return SuspendResult(used, left, max(0, now.pss - host.pss) if target.on_cuda else 0)
 
     async def _wait_until_settled(self, target: Target, used: int) -> int:
-        """Memory in use once it no longer falls.
+        """Memory in use once enough is free and it no longer falls.
 
-        Drivers free memory shortly after they report it.
+        Drivers free memory shortly after they report it. On cpu it also falls a little when another
+        process maps the same files.
         """
         deadline = asyncio.get_running_loop().time() + _FREED_WITHIN_S
         last = used
         while True:
             left = await asyncio.to_thread(self._memory_usage.used_bytes, target)
-            if (left < used and left >= last) or asyncio.get_running_loop().time() > deadline:
+            is_freed = used - left >= _LEAST_FREED * used
+            if (is_freed and left >= last) or asyncio.get_running_loop().time() > deadline:
                 return left
             last = left
             await asyncio.sleep(_POLL_S)

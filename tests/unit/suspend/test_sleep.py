@@ -81,3 +81,23 @@ async def test_sleep_is_refused_if_freed_bytes_cannot_be_verified() -> None:
     with pytest.raises(CannotSuspend, match="could not be verified"):
         await way.suspend(target(1, 2))
     assert device.level == 0
+
+
+class LateDevice(Device):
+    """A device whose driver frees the memory after the engine's report.
+
+    Before that another process maps a page of the engine's files, and the engine has a part of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before = iter((40 * GIB, 40 * GIB - 2048, 40 * GIB - 2048))
+
+    def used_bytes(self, target: Target) -> int:
+        return next(self._before, GIB)
+
+
+async def test_memory_that_is_freed_after_the_report_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sleep, "_POLL_S", 0.0)
+    device = LateDevice()
+    assert (await EngineSleep(device, device.sleep, 64 * GIB).suspend(target(2))).left_bytes == GIB

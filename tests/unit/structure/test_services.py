@@ -47,7 +47,7 @@ OWN = {
         "zygote",
     },
     "enginehost": {"drivers", "engine", "http1", "later_rank", "lora", "ranks", "runtimes", "server"},
-    "gateway": {"authorization", "http", "idempotency", "requests", "telemetry"},
+    "gateway": {"authorization", "http", "idempotency", "readiness", "requests", "telemetry"},
     "loader": {"auditing", "expectations", "kv_lending", "local_socket", "prefetching", "status_publisher"},
     "migrator": set[str](),
     "nodeagent": {"devices", "engines", "settings_syntax", "suspend"},

@@ -38,7 +38,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.density_load import OK, Asking, Load, Outcome, ask_each, ask_in_turn, draw_arrivals, send
-from bench.density_mesh import DEVICES, BenchMesh, Setup, cached_models, mesh_of
+from bench.density_mesh import DEVICES, BenchMesh, Setup, cached_models, running_mesh
 from bench.report import median, write
 from shared.percentiles import percentile
 from shared.sizing import MIB
@@ -117,11 +117,11 @@ def measure(mesh: BenchMesh, setup: Setup, options: argparse.Namespace, seed: in
     warm_up_s = time.perf_counter() - began
     time.sleep(_SETTLE_S)
     arrivals = draw_arrivals(rates_of(names, seed), options.seconds, seed)
-    cpu, starts, began = mesh.cpu_s(), mesh.starts(), time.perf_counter()
+    cpu, starts, began = mesh.cpu_s(), mesh.count_starts(), time.perf_counter()
     load = asyncio.run(send(asking, arrivals))
     took_s = time.perf_counter() - began
     spent = {name: seconds - cpu.get(name, 0.0) for name, seconds in mesh.cpu_s().items()}
-    swaps = mesh.starts() - starts
+    swaps = mesh.count_starts() - starts
     assert isinstance(setup.slo_ms, float)
     figures = judge(load, setup.slo_ms, warm_ms)
     figures |= {"swaps_per_s": swaps / took_s, "swaps_percent_of_requests": 100 * swaps / len(arrivals), "warm_up_s": warm_up_s}
@@ -135,7 +135,7 @@ def measure(mesh: BenchMesh, setup: Setup, options: argparse.Namespace, seed: in
 def warm_latency(setup: Setup, tokens: int) -> float:
     """Return the median latency in milliseconds of models that are ready, one request at a time."""
     few = dict(list(setup.models.items())[: len(DEVICES)])
-    with mesh_of(replace(setup, models=few, resident=len(few))) as mesh:
+    with running_mesh(replace(setup, models=few, resident=len(few))) as mesh:
         names, asking = list(few), Asking(mesh.port, tokens, _WARM_UP_WITHIN_S)
         asyncio.run(ask_each(asking, names, len(names)))
         time.sleep(_SETTLE_S)
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
         for variant in turn:
             policy, isolation = VARIANTS[variant]
             setup = replace(base, slo_ms=slo_ms, policy=policy, isolation=isolation)
-            with mesh_of(setup) as mesh:
+            with running_mesh(setup) as mesh:
                 figures = measure(mesh, setup, options, number, warm_ms)
             for name, value in figures.items():
                 found[f"{variant}.{name}"].append(value)

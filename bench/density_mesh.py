@@ -61,8 +61,12 @@ class Setup:
     """What a mesh serves, and how.
 
     Attributes:
-        resident: Models for which each device has room.
+        models: Directories of the models, by name.
+        resident: Number of models for which each device has room.
+        policy: Name of the scheduler's policy.
+        isolation: `shared` executors, or `dedicated` processes.
         slo_ms: Objective for the first token; None: the models have none.
+        queue_s: Seconds that a request may wait in the queue.
     """
 
     models: Mapping[str, Path]
@@ -80,8 +84,8 @@ class BenchMesh:
         self.port, self._metrics_port = port, metrics_port
         self._home = Path(environment["THAW_HOME"])
 
-    def starts(self) -> float:
-        """Return how many starts have ended ready so far."""
+    def count_starts(self) -> float:
+        """Return the number of instances that have become ready so far."""
         text = httpx.get(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=30).text
         lines = [line for line in text.splitlines() if line.startswith("thaw_plan_outcomes_total{") and '"ready"' in line]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
@@ -98,12 +102,11 @@ class BenchMesh:
         for pid, name in names.items():
             try:
                 process = psutil.Process(pid)
-                below = [] if name == "supervisor" else process.children(recursive=True)
-                found.setdefault(name, []).append(process)
+                children = [] if name == "supervisor" else process.children(recursive=True)
             except psutil.Error:
                 continue
-            for child in below:
-                found.setdefault("engines" if name == "nodeagent" else name, []).append(child)
+            found.setdefault(name, []).append(process)
+            found.setdefault("engines" if name == "nodeagent" else name, []).extend(children)
         return found
 
     def cpu_s(self) -> dict[str, float]:
@@ -111,7 +114,7 @@ class BenchMesh:
         return {name: sum(map(_cpu_s, processes)) for name, processes in self.processes().items()}
 
     def memory_bytes(self) -> dict[str, float]:
-        """Return the proportional share of memory by service; weights are shared memory."""
+        """Return the proportional set size (PSS) by service; weights are shared memory."""
         return {name: sum(map(_pss_bytes, processes)) for name, processes in self.processes().items()}
 
 
@@ -120,7 +123,7 @@ def _cpu_s(process: psutil.Process) -> float:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return sum(int(fields[i]) for i in (11, 12, 13, 14)) / _TICKS
+    return sum(int(fields[i]) for i in (11, 12, 13, 14)) / _TICKS  # utime, stime, cutime, cstime
 
 
 def _pss_bytes(process: psutil.Process) -> float:
@@ -132,8 +135,8 @@ def _pss_bytes(process: psutil.Process) -> float:
 
 
 @contextmanager
-def mesh_of(setup: Setup) -> Iterator[BenchMesh]:
-    """Start a mesh with one node, and stop it at the end."""
+def running_mesh(setup: Setup) -> Iterator[BenchMesh]:
+    """Run a mesh with one node inside the block."""
     first = next(iter(setup.models.values()))
     port, metrics_port = free_port(), free_port()
     device = {"size": device_bytes(first, setup.resident), "memory": "separate"}

@@ -1,16 +1,17 @@
-"""How close the simulator is to the mesh: a run of the real one is recorded and replayed with
-parameters that were measured in it.
+"""How close the simulator is to the mesh: a run of a mesh is recorded, and the simulator replays it
+with parameters that were measured in the run.
 
     python -m bench.fidelity [--seconds 240] [--rps 0.3] [--cv 2] [--seed 1] [--keep DIRECTORY]
         [--json PATH]
     python -m bench.fidelity --replay DIRECTORY…
-        replays the traces of `--keep`; those of several, also with each other's parameters
+        replays runs that were kept with `--keep`; of several, each also with the others' parameters
 
-A mesh of one node whose device holds two of three models serves a drawn workload;
-`thaw trace --export` records it. `simulate --mesh` replays it: production `decide`, the mesh's own
-messages. What a message, a decision, each phase of a start, a prompt, a token and leaving take are
-means of the run. Printed are both TTFT, in all, of cold and of warm requests, and of cold ones by
-phase of the critical path.
+A mesh of one node whose device has room for two of three models serves a random workload;
+`thaw trace --export` records it. `simulate --mesh` replays it with production `decide` and the
+mesh's own messages. Its parameters are means of the recorded run: the durations of a message, a
+decision, each phase of a start, a prompt, a token, and a victim's teardown. The output compares the
+TTFT of the mesh and of the simulator: of all requests, of cold ones, of warm ones, and of cold ones
+by phase of the critical path.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from weights.store.units import PAGE_BYTES
 HOST_BANDWIDTH, PEER_BANDWIDTH = "300MB/s", "600MB/s"
 ENGINE_BYTES = 160 << 20
 FIRST = "first"
-"""A model that is asked for before anything is recorded."""
+"""A model that is started before the recording begins."""
 
 
 async def drive(url: str, requests: Sequence[Request]) -> None:
-    """Send requests when they are due, whatever became of those before."""
+    """Send each request when it is due, whether or not earlier ones have been answered."""
     limits = httpx.Limits(max_connections=200)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http, asyncio.TaskGroup() as group:
-        await http.get("/health")  # making a connection is not part of a TTFT
+        await http.get("/health")  # the time to connect is not part of a TTFT
         began = asyncio.get_running_loop().time()
         for request in requests:
             await asyncio.sleep(max(0.0, began + request.at - asyncio.get_running_loop().time()))
@@ -81,21 +82,21 @@ def workload(rps: float, seconds: float, cv: float, seed: int) -> list[Request]:
     return synthetic(Synthetic(rps, seconds, cv, zipf=0.5, prompt_tokens=20, output_tokens=16), NAMES, seed)
 
 
-def make_bed(count: int, model: Path) -> SeparateDevices:
-    """Return one device for two of three models, or two devices for one each.
+def size_devices(count: int, model: Path) -> SeparateDevices:
+    """Return the sizes of one device with room for two models, or of two with room for one each.
 
-    Half a model is to spare, because pages that a model does not fill are booked too.
+    A device has room for half a model more, because a partly filled page is booked as a whole.
     """
     weights = reuse_models.pages(model) * PAGE_BYTES
     booked = weights + ENGINE_BYTES
     return SeparateDevices(count, weights, booked, booked * (5 if count == 1 else 3) // 2)
 
 
-def separate_devices(found: SeparateDevices) -> dict[str, Any]:
-    """Return the devices for thaw.yaml, paced."""
-    first: dict[str, Any] = {"size": found.device, "memory": "separate", "bandwidth": HOST_BANDWIDTH}
+def device_settings(devices: SeparateDevices) -> dict[str, Any]:
+    """Return the devices as thaw.yaml lists them, with limited bandwidths."""
+    first: dict[str, Any] = {"size": devices.device, "memory": "separate", "bandwidth": HOST_BANDWIDTH}
     second = {**first, "bandwidth": {"host": HOST_BANDWIDTH, "cpu:1": PEER_BANDWIDTH}}
-    return {"cpu:1": first, "cpu:2": second} if found.count == 2 else {"cpu:1": first}
+    return {"cpu:1": first, "cpu:2": second} if devices.count == 2 else {"cpu:1": first}
 
 
 class Mesh:
@@ -111,12 +112,12 @@ class Mesh:
         }
         size = replace(reuse_models.SHAPE, layers=12) if separate else "5m"
         sources = [str(make_demo_model(home / "models" / n, size, seed=i)) for i, n in enumerate((*NAMES, FIRST))]
-        self.separate = make_bed(separate, Path(sources[0])) if separate else None
+        self.separate = size_devices(separate, Path(sources[0])) if separate else None
         booked = self.separate.booked if self.separate else None
         specs = tuple(ModelSpec(name=n, source=s, memory=booked) for n, s in zip((*NAMES, FIRST), sources, strict=True))
         port = free_port()
         config = home / "thaw.yaml"
-        devices = separate_devices(self.separate) if self.separate else {"cpu:0": budget_for_two(specs[:3])}
+        devices = device_settings(self.separate) if self.separate else {"cpu:0": budget_for_two(specs[:3])}
         models = [{"name": s.name, "source": s.source, **({"memory": booked} if booked else {})} for s in specs]
         document = {
             "mesh": {"port": port, "nodes": {"node-0": devices}},
@@ -137,14 +138,14 @@ class Mesh:
 
 
 def filter_export(path: Path) -> None:
-    """Leave in an export what asked for one of `NAMES`, in the order of arrival."""
+    """Keep only requests for `NAMES` in an exported file, in the order of arrival."""
     found = [RequestTrace.model_validate_json(line) for line in path.read_text().splitlines()]
     mine = sorted((t for t in found if t.model in NAMES), key=lambda t: t.received)
     path.write_text("".join(t.model_dump_json() + "\n" for t in mine))
 
 
 def collect_traces(url: str, admin_key: str, export: Path) -> tuple[list[RequestTrace], list[LoadTrace]]:
-    """The exported requests, and the starts that they waited for."""
+    """Return the exported requests, and the starts that they waited for."""
     traces = [RequestTrace.model_validate_json(line) for line in export.read_text().splitlines()]
     loads = []
     with httpx.Client(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {admin_key}"}, timeout=120) as admin:
@@ -158,7 +159,8 @@ def collect_traces(url: str, admin_key: str, export: Path) -> tuple[list[Request
 def run(options: argparse.Namespace, directory: Path) -> None:
     """Record a mesh that serves the workload.
 
-    `directory` gets `run.jsonl`, as exported, and `loads.jsonl`.
+    Writes `run.jsonl`, as exported, and `loads.jsonl` to `directory`; with --separate also
+    `separate.json`.
     """
     requests = workload(options.rps, options.seconds, options.cv, options.seed)
     with tempfile.TemporaryDirectory(prefix="thaw-fidelity-") as temporary:
@@ -166,8 +168,8 @@ def run(options: argparse.Namespace, directory: Path) -> None:
         home.mkdir()
         mesh = Mesh(home, options.suspend, options.separate)
         try:
-            # The first start of all has the zygote's own in it: another model's, of which nothing
-            # is left when the recording begins.
+            # The first start of a mesh includes the start of the zygote. A model that is removed
+            # before the recording has it.
             asyncio.run(drive(mesh.url, [Request(0.0, FIRST, 20, 2)]))
             mesh.thaw("sleep", FIRST)
             mesh.thaw("models", "rm", FIRST)
@@ -185,13 +187,13 @@ def run(options: argparse.Namespace, directory: Path) -> None:
 
 
 def read_traces(directory: Path) -> tuple[list[RequestTrace], list[LoadTrace]]:
-    """What `run` recorded there."""
+    """Read the requests and the starts that `run` has written."""
     lines = [(directory / name).read_text().splitlines() for name in ("run.jsonl", "loads.jsonl")]
     return [RequestTrace.model_validate_json(n) for n in lines[0]], [LoadTrace.model_validate_json(n) for n in lines[1]]
 
 
-def kept_devices(directory: Path) -> SeparateDevices | None:
-    """Return the devices of a recorded run, if they have memory of their own."""
+def read_devices(directory: Path) -> SeparateDevices | None:
+    """Read the devices of a recorded run; None if they have no memory of their own."""
     path = directory / "separate.json"
     return SeparateDevices(**json.loads(path.read_text())) if path.exists() else None
 
@@ -202,15 +204,13 @@ def main() -> None:
     parser.add_argument("--rps", type=float, default=0.3)
     parser.add_argument("--cv", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--suspend", action="store_true", help="Engines that leave are suspended where that is the sooner way back."
-    )
+    parser.add_argument("--suspend", action="store_true", help="suspend victims whose engine resumes sooner than a new one starts")
     parser.add_argument(
         "--separate",
         type=int,
         choices=(0, 1, 2),
         default=0,
-        help="cpu devices with memory of their own, paced: weights are reused, and computing overlaps loading",
+        help="number of cpu devices with memory of their own: weights are reused, and computing overlaps loading",
     )
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--replay", type=Path, nargs="+")
@@ -233,15 +233,15 @@ def main() -> None:
 
 
 def replay_run(directory: Path, others: Sequence[Path]) -> dict[str, Any]:
-    """Replay a run by its own parameters, and by the means of other runs' parameters.
+    """Replay a run with its own parameters, and with the means of other runs' parameters.
 
     The latter is a prediction.
     """
-    (traces, loads), separate = read_traces(directory), kept_devices(directory)
+    (traces, loads), separate = read_traces(directory), read_devices(directory)
     compare = partial(compare_replay, traces, loads, directory / "run.jsonl", separate=separate)
     found = {"workload": json.loads((directory / "workload.json").read_text()), **compare()}
     if others:
-        given = mean_of([measure_parameters(*read_traces(d), kept_devices(d)) for d in others])
+        given = mean_of([measure_parameters(*read_traces(d), read_devices(d)) for d in others])
         found["ttft_mean_s_by_other_runs"] = compare(given)["ttft_mean_s"]
     return found
 

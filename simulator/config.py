@@ -29,8 +29,7 @@ class LinkSpeeds(_Strict):
     """GB per second.
 
     `remote` and `ssd` belong to a node, `device` to each device, `bus` to `bus_devices` neighbours,
-    and
-    `peer` to a pair of devices.
+    and `peer` to a pair of devices.
     """
 
     remote: float = Field(gt=0)
@@ -186,7 +185,7 @@ class ClusterFile(_Strict):
     failures: Failures = Failures()
 
     @model_validator(mode="after")
-    def _names(self) -> ClusterFile:
+    def _check_names(self) -> ClusterFile:
         names = [name for name, _ in self.iter_nodes()]
         if len(set(names)) < len(names):
             raise ValueError("two groups of nodes have the same name")
@@ -201,7 +200,7 @@ class ClusterFile(_Strict):
 
 
 class Fixed(_Strict):
-    """Service of the older papers: equal times, one request at a time per instance."""
+    """An engine of the older papers: one request at a time per instance, all equally long."""
 
     kind: Literal["fixed"] = "fixed"
     seconds: float = Field(gt=0)
@@ -210,9 +209,8 @@ class Fixed(_Strict):
 class Batching(_Strict):
     """A batching engine.
 
-    Prompts are computed one after the other; each running request gets a token every `tpot_ms`,
-    plus
-    `tpot_ms_more` for each further one.
+    Prompts are computed one after the other. Each running request gets a token every `tpot_ms`,
+    plus `tpot_ms_more` for each further running request.
     """
 
     kind: Literal["batching"] = "batching"

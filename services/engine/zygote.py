@@ -4,9 +4,9 @@ Run `python -m services.engine.zygote SOCKET_PATH`.
 
 It has no thread, no event loop and no CUDA context, and runs no parallel operation, because none of
 these survives a fork. Nodeagents connect to its Unix socket and send one `EngineStart` or
-`ExecutorStart` a line. The
-zygote answers with `EngineForked` or `ZygoteFailure`, and sends `EngineExited` to every connection.
-It outlives its nodeagents, and its engines outlive it. SIGTERM ends only the zygote.
+`ExecutorStart` a line. The zygote answers with `EngineForked` or `ZygoteFailure`, and sends
+`EngineExited` to every connection. It outlives its nodeagents, and its engines outlive it. SIGTERM
+ends only the zygote.
 """
 
 from __future__ import annotations

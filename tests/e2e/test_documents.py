@@ -25,6 +25,7 @@ from thaw.cli.app import app
 from thaw.config import ConfigError, load_config
 
 SHARED = True
+"""The mesh is that of all modules with this setting (conftest.py)."""
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(p.relative_to(ROOT) for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("compose/**/*.md")))
 _DEFAULT = "http://127.0.0.1:8080"
@@ -37,8 +38,8 @@ def _blocks(language: str) -> list[tuple[Path, str]]:
     return [(document, block) for document in DOCUMENTS for block in fence.findall((ROOT / document).read_text())]
 
 
-def _here(block: str, mesh: Thaw) -> str:
-    """Adapt an example to the mesh under test."""
+def _adapt(block: str, mesh: Thaw) -> str:
+    """Return an example with the address and the model of the mesh under test."""
     return _DEMO_MODEL.sub("one", block.replace(_DEFAULT, mesh.url))
 
 
@@ -46,11 +47,11 @@ def _here(block: str, mesh: Thaw) -> str:
 def test_python_examples_run(mesh: Thaw, document: Path, block: str) -> None:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        # The documents are our own. Without this file's `from __future__`, as a user runs them.
+        # As a user runs them: without this file's `from __future__`.
         names: dict[str, Any] = {"__name__": "__main__"}
         try:
-            exec(compile(_here(block, mesh), str(document), "exec", dont_inherit=True), names)
-        finally:  # an example is a process of its own, whose end closes its clients' connections
+            exec(compile(_adapt(block, mesh), str(document), "exec", dont_inherit=True), names)
+        finally:  # a user's process would close the clients' connections at its end
             for value in names.values():
                 close = getattr(value, "close", None)
                 if inspect.ismethod(close) and not inspect.iscoroutinefunction(close):
@@ -67,7 +68,7 @@ def _curls() -> Iterator[tuple[Path, str]]:
 
 @pytest.mark.parametrize(("document", "line"), list(_curls()), ids=str)
 def test_curl_examples_are_answered(mesh: Thaw, document: Path, line: str) -> None:
-    words = shlex.split(_here(line, mesh))
+    words = shlex.split(_adapt(line, mesh))
     url = next(word for word in words if word.startswith("http"))
     headers = dict(words[i + 1].split(": ", 1) for i, word in enumerate(words) if word == "-H")
     body = words[words.index("-d") + 1] if "-d" in words else None
@@ -115,7 +116,7 @@ def test_documented_commands_exist_with_their_options(words: tuple[str, ...]) ->
 
 
 def _modules() -> list[tuple[str, tuple[str, ...]]]:
-    """Return every `python -m MODULE …` of ours in the documents, with its options."""
+    """Return every `python -m MODULE …` of this repository in the documents, with its options."""
     found: set[tuple[str, tuple[str, ...]]] = set()
     for document in DOCUMENTS:
         for module, rest in re.findall(
@@ -156,11 +157,7 @@ def test_documented_settings_exist(document: Path) -> None:
 
 @cache
 def _known_settings() -> set[str]:
-    """Return all known settings.
-
-    They are those of the generated reference, those of compose/ and other programs, streams, and
-    those of the tests.
-    """
+    """Return the settings of the generated reference, of compose/, of messages and of the tests."""
     sources = [
         ROOT / "docs" / "configuration.md",
         ROOT / "shared" / "contracts" / "subjects.py",
@@ -181,7 +178,7 @@ def test_every_page_is_listed() -> None:
 def test_documented_thaw_files_are_valid(document: Path, block: str, tmp_path: Path) -> None:
     """Each thaw.yaml of the documents is valid, except for missing model files."""
     if not re.search(r"^(mesh|models|defaults|scheduler):", block, re.MULTILINE) or document.name == "simulator.md":
-        pytest.skip("another program's file")
+        pytest.skip("not a thaw.yaml")
     path = tmp_path / "thaw.yaml"
     path.write_text(block)
     assert not [line for line in _faults(path) if not re.search("there is no (directory|file)", line)]

@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 WHOLE_BYTES = "whole-bytes"
-"""File in the directory of a partial model: its final size in bytes."""
+"""Name of the file in a partial model's directory that has the model's final size in bytes."""
 _REVISION = re.compile(r"[0-9a-f]{8,64}")
 
 
 def check_revision(revision: str) -> str:
+    """Return `revision`, which becomes part of a path. Raises `ValueError` if it is malformed."""
     if not _REVISION.fullmatch(revision):
         raise ValueError(f"{revision!r} is no revision")
     return revision
 
 
 def model_directories(parent: Path) -> Sequence[Path]:
+    """Return the directories of models below `parent`; none if it cannot be read."""
     try:
         return sorted(p for p in parent.iterdir() if _REVISION.fullmatch(p.name) and p.is_dir())
     except OSError:
@@ -26,7 +28,7 @@ def model_directories(parent: Path) -> Sequence[Path]:
 
 
 def sum_allocated(directory: Path) -> int:
-    """Return the bytes of disk that its files take; they may be sparse."""
+    """Return the bytes of disk that a directory's files occupy; they may be sparse."""
     return sum(p.stat().st_blocks * 512 for p in directory.rglob("*") if p.is_file())
 
 
@@ -39,7 +41,7 @@ def read_promised(directory: Path) -> int:
 
 
 def size_of(path: Path) -> int:
-    """Return the size in bytes, -1 without the file."""
+    """Return a file's size in bytes; -1 if there is no file."""
     try:
         return path.stat().st_size
     except OSError:
@@ -47,6 +49,7 @@ def size_of(path: Path) -> int:
 
 
 def flush(path: Path) -> None:
+    """Write a file or a directory to the disk (fsync)."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -25,10 +25,10 @@ PROBE_PROMPT = "Hello"
 
 @dataclass(frozen=True)
 class Rank:
-    """The place of an engine among those of several nodes that compute together.
+    """The place of an engine among the engines of several nodes that compute together.
 
-    Args:
-        index: 0: it answers requests.
+    Attributes:
+        index: Number of the rank; rank 0 answers requests.
         count: Number of ranks.
         address: Address of the first rank's node.
         port: Port of the first rank's engine, at which all ranks meet.
@@ -44,9 +44,22 @@ class Rank:
 
 @dataclass(frozen=True)
 class Launch:
-    """The parameters of a command line.
+    """The parameters of an engine's command line.
 
-    `key` is an API key that the engine shall require, if it can.
+    Attributes:
+        card: The model.
+        device: Its device, or the first of `devices`.
+        kv_bytes: Size of the KV cache.
+        host: Address at which the engine listens.
+        port: Port at which the engine listens.
+        key: API key that the engine has to require, if it can.
+        settings: Settings of the host process.
+        threads: Threads that compute on a cpu device.
+        devices: All devices, if there are several.
+        socket: Unix socket that the engine is reached by; empty if it is reached by a port.
+        is_private: No other user of the machine can reach the engine.
+        log: Path of the instance's log.
+        rank: Its place among several nodes; None: the engine runs on this node alone.
     """
 
     card: ModelCard
@@ -58,15 +71,10 @@ class Launch:
     settings: HostSettings
     threads: int = 0
     devices: tuple[str, ...] = ()
-    """All devices, if there are several."""
     socket: str = ""
-    """Unix socket that the engine is reached by; empty if it is reached by a port."""
     is_private: bool = False
-    """True if no other user of the machine can reach the engine."""
     log: str = ""
-    """The instance's log."""
     rank: Rank | None = None
-    """Its place among several nodes; None: the engine runs on this node alone."""
 
     @property
     def gpus(self) -> list[str]:
@@ -95,10 +103,7 @@ class Launch:
         return self.card.info.source.rpartition("@")[2] if self.remote and "@" in self.card.info.source else ""
 
     def fill(self, text: str) -> str:
-        """`text` with its placeholders replaced; other braces stay.
-
-        The placeholders are {model}, {name}, {host}, {port} and {socket}.
-        """
+        """Replace {model}, {name}, {host}, {port} and {socket} in `text`; other braces stay."""
         known = {"model": self.model, "name": self.card.name, "host": self.host, "port": str(self.port), "socket": self.socket}
         for name, value in known.items():
             text = text.replace("{" + name + "}", value)
@@ -116,22 +121,24 @@ class Command:
 class Driver:
     """An engine with an OpenAI-compatible port.
 
-    The methods hold what is common to most engines.
+    The methods are those of an engine with a `command` of the operator; a subclass for each engine
+    overrides those in which it differs.
     """
 
     health_path = "/health"
     stream_usage = True
     """True if the engine supports `stream_options.include_usage`."""
     location_variables: tuple[str, ...] = ()
-    """The node's variables with the path of the program, or of the interpreter that has its
-    `module`.
-    """
+    """The node's variables with the path of the engine's program or Python interpreter."""
     module = ""
+    """The engine's Python package; empty if it is no Python program."""
     program = ""
     """The module that the interpreter runs; a spare interpreter has imported it."""
-
     isolates = True
     """True if the engine has its own network namespace by default: it talks only to its host."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
 
     @property
     def takes_socket(self) -> bool:
@@ -145,11 +152,9 @@ class Driver:
 
     @property
     def tokens(self) -> TokenApi | None:
-        """The way in which the engine accepts and reports token ids.
+        """How the engine accepts and reports token ids, so that responses can be resumed.
 
-        Responses can be resumed with it.
-
-        None: it does not.
+        None if it does not.
         """
         return None
 
@@ -159,7 +164,7 @@ class Driver:
         return False
 
     @property
-    def last(self) -> Mapping[str, Any]:
+    def lowest_priority_fields(self) -> Mapping[str, Any]:
         """Request fields for the lowest priority; empty if the engine has no priorities."""
         return {}
 
@@ -169,11 +174,8 @@ class Driver:
         return False
 
     def share_fields(self, share: FairShare) -> dict[str, Any]:
-        """Request fields for the share of a request; empty if the engine has nothing for it."""
+        """Request fields for a fair share; empty if the engine cannot apply shares."""
         return {}
-
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
 
     @property
     def card(self) -> ModelCard:
@@ -191,13 +193,10 @@ class Driver:
     def install_hint(self, log_tail: str) -> str:
         """Advice if the end of the log shows that the engine is not installed; else empty."""
         spec = self.card.spec
-        lacks = self.module and re.search(rf"No module named '?{self.module}\b", log_tail)
-        if (
-            spec.command
-            or spec.container is not None
-            or not self.location_variables
-            or not (lacks or "cannot be started: " in log_tail)
-        ):
+        if spec.command or spec.container is not None or not self.location_variables:
+            return ""
+        lacks_module = self.module and re.search(rf"No module named '?{self.module}\b", log_tail)
+        if not lacks_module and "cannot be started: " not in log_tail:
             return ""
         return (
             f"\n{spec.engine} is not installed on this node: set {' or '.join(self.location_variables)} to its location, in the environment of "
@@ -206,7 +205,7 @@ class Driver:
 
     def arguments(self) -> tuple[str, ...]:
         """Container arguments, for images that take the server's arguments."""
-        raise InvalidModel(f"{self.card.name}: say container.args; engine {self.card.spec.engine} has no arguments of its own")
+        raise InvalidModel(f"{self.card.name}: set container.args; engine {self.card.spec.engine} has no arguments of its own")
 
     def environment(self) -> dict[str, str]:
         """Environment variables of the engine, whatever its command."""
@@ -233,26 +232,25 @@ class Driver:
         return 200 <= status < 300
 
     async def prepare(self, client: Client, on_progress: OnProgress) -> None:
-        """Prepare the engine between its health and its first token.
-
-        For example by a download into the engine's own store.
-        """
+        """Prepare a healthy engine for its first token: for example, have it download the model."""
 
     def name_of(self, adapter: ModelCard | None) -> str:
         """The name of a LoRA adapter (None: the model itself) in requests to the engine."""
         return self.served_name if adapter is None else adapter.name
 
     def body(self, body: Mapping[str, Any], adapter: ModelCard | None = None) -> dict[str, Any]:
-        """A client's request body as sent to the engine.
+        """Return a client's request body as the host sends it to the engine.
 
-        `adapter`: the LoRA adapter that generates the response; None: the model itself.
+        Args:
+            body: The client's request body.
+            adapter: The LoRA adapter that generates the response; None: the model itself.
         """
         return {**body, "model": self.name_of(adapter)}
 
     def probes(self) -> list[HttpRequest]:
-        """Requests that prove that the engine works, in the order to try.
+        """Return requests that prove that the engine works, in the order to try.
 
-        After a 404 or 405 the next one is tried.
+        The next one is tried after a 404 or 405.
         """
         if self.card.info.task == "embed":
             return [json_request("/v1/embeddings", {"model": self.served_name, "input": PROBE_PROMPT})]
@@ -304,9 +302,14 @@ class Driver:
 
 
 def flags(arguments: Mapping[str, Any], *, underscores: bool = False, no_prefix: bool = True) -> list[str]:
-    """`engine_args` as command-line options.
+    """Return `engine_args` as command-line options.
 
     true becomes --name, false --no-name (or nothing), a list its values, a mapping JSON.
+
+    Args:
+        arguments: Names and values; an option with the value None is omitted.
+        underscores: Names keep their underscores.
+        no_prefix: The engine knows --no-name.
     """
     found: list[str] = []
     for key, value in arguments.items():

@@ -52,7 +52,7 @@ class Vllm(Driver):
         return bool(self.card.spec.engine_args.get("enable_prefix_caching", True))
 
     @property
-    def last(self) -> dict[str, Any]:
+    def lowest_priority_fields(self) -> dict[str, Any]:
         return {"priority": LAST_PRIORITY} if self._policy == "priority" else {}
 
     def share_fields(self, share: FairShare) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Vllm(Driver):
 
         Raises `UnsupportedParameter`.
         """
-        if body.get("priority") and self.last and "scheduling_policy" not in self.card.spec.engine_args:
+        if body.get("priority") and self.lowest_priority_fields and "scheduling_policy" not in self.card.spec.engine_args:
             raise UnsupportedParameter(
                 "This model's requests have no priority. Set engine_args: scheduling_policy: priority to allow it",
                 param="priority",

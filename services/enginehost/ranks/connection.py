@@ -3,10 +3,11 @@
     head    {"nonce": …}
     member  {"index": 1, "nonce": …, "proof": …}
     head    {"proof": …, "port": 29501}
-    head    {"event": "ready"}      its engine answers requests
-    head    {"event": "closing"}    it stops: the end of the connection is no failure
+    head    {"event": "ready"}      the group's engine answers requests
+    head    {"event": "closing"}    the head stops: the end of the connection is no failure
 
-A host that ends without "closing" ends the group (ADR 0090).
+The head is the host of rank 0, and the other ranks are members. A host that ends without "closing"
+ends the group (ADR 0090).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shared.engines.secret_proof import NONCE_BYTES, Role, prove_secret
 _HANDSHAKE_S = 5.0
 """Seconds that both sides have for the handshake."""
 LINE_BYTES = 4096
+"""Longest line in bytes."""
 READY = "ready"
 CLOSING = "closing"
 
@@ -35,17 +37,17 @@ class NotProven(Exception):
 async def accept_member(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stage: Stage, port: int, members: Container[int]
 ) -> int:
-    """Return the rank of the host that has connected, after the handshake.
+    """Complete the handshake with a member as the head; return the member's rank.
 
     Args:
         reader: From the member.
         writer: To the member.
-        stage: The first rank's place in its group.
-        port: The port at which the engines meet, for the member.
+        stage: The head's place in its group.
+        port: The port at which the engines meet, which the member is sent.
         members: Ranks that have connected.
 
     Raises:
-        NotProven: It does not know the secret, or its rank is taken.
+        NotProven: The member does not know the secret, or its rank is taken.
         OSError: The connection is broken. Raises `EOFError` and `TimeoutError`, too.
     """
     async with asyncio.timeout(_HANDSHAKE_S):
@@ -62,15 +64,15 @@ async def accept_member(
 
 
 async def meet_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stage: Stage) -> int:
-    """Return the port at which the engines meet, after the handshake with the first rank's host.
+    """Complete the handshake with the head as a member; return the port at which the engines meet.
 
     Args:
-        reader: From the first rank's host.
-        writer: To it.
+        reader: From the head.
+        writer: To the head.
         stage: The member's place in its group.
 
     Raises:
-        NotProven: It does not know the secret.
+        NotProven: The head does not know the secret.
         OSError: The connection is broken. Raises `EOFError` and `TimeoutError`, too.
     """
     async with asyncio.timeout(_HANDSHAKE_S):

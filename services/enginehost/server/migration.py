@@ -83,7 +83,7 @@ class HostMigration:
             raise Conflict(f"{driver.card.name} has weights of revision {driver.card.info.revision} here, not {order.revision}")
         if driver.tokens is None or not driver.caches_prefixes:
             raise UnsupportedParameter("This engine has no prefix cache to warm", param="sequences")
-        fields = dict(driver.last)
+        fields = dict(driver.lowest_priority_fields)
         if order.cache_salt and driver.salts_prefixes:
             fields[CACHE_SALT] = order.cache_salt
         began = time.monotonic()

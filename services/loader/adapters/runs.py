@@ -155,8 +155,8 @@ class Runs:
 
         Returns:
             A function that ends the copies from the run's memory to the SSD cache and to devices,
-            and returns the device bytes released. It may
-            block for a moment. Call it before the run's chunks are reused.
+            and returns the device bytes released. It may block for a moment. Call it before the
+            run's chunks are reused.
         """
         found = self._runs.pop(run, None)
         if found is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from services.loader.domain.state import Stage, State
 
 Arenas = Mapping[str, tuple[str, int]]
-"""Weights and number of each arena with memory on a device, by its holder there."""
+"""Weights id and number of each arena that has memory on a device, by the arena's holder name."""
 
 
 def unowned_arenas(state: State, arenas: Arenas) -> list[str]:

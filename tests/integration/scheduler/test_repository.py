@@ -1,4 +1,4 @@
-"""Writes of a large cluster's size on real PostgreSQL."""
+"""The scheduler's tables on real PostgreSQL: writes, reads by a new leader, and upgrades."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ from shared.errors import PullCancelled
 from shared.ports import free_port
 from tests.support.fake_node import model_info
 
+COUNT = 2500
+"""Rows of 20 columns: more values than one PostgreSQL statement accepts."""
+
 
 def card(name: str) -> ModelCard:
     spec = ModelSpec(name=name, source=f"/m/{name}")
     return ModelCard(spec=spec, info=model_info(spec.source, 100), created=0)
-
-
-COUNT = 2500
-"""Rows of 20 columns: more than the parameters of one PostgreSQL statement."""
 
 
 async def test_transaction_accepts_any_number_of_rows(migrated_url: str) -> None:
@@ -126,7 +125,7 @@ async def test_estimates_objectives_and_loader_statuses_survive_a_leader_change(
             assert (state.in_memory.get("r1"), state.in_memory.get("r2"), state.on_disk.get("r2")) == (("n1",), None, ("n1",))
             assert not state.is_loader_alive("n1", 20.0, 3.0)
             assert [link.link for link in state.loaders["n1"].status.links] == ["ssd:nvme0n1"]
-            assert not state.links_busy_until, "a queue that was is over"
+            assert not state.links_busy_until, "queues of the previous leader's time"
             await repository.commit(term.epoch, [Drop(Node, "n1"), Drop(MeasuredMemory, "a")])
             assert not (await repository.load(term.epoch, now=10.0)).measured
             await repository.prune(term.epoch, now=10.0)
@@ -156,15 +155,13 @@ async def test_plan_is_stored_with_its_prediction_and_error(migrated_url: str) -
 
 
 async def test_writable_server_is_used_at_any_position_of_the_list(database_url: str) -> None:
-    there = urlsplit(plain_url(database_url))
-    at = f"{there.username}@"
-    read_only = "default_transaction_read_only"
+    server = urlsplit(plain_url(database_url))
+    host = f"{server.hostname}:{server.port}"
+    unused = f"127.0.0.1:{free_port()}"
 
     def listing(*hosts: str) -> str:
-        return urlunsplit(there._replace(netloc=at + ",".join(hosts)))
+        return urlunsplit(server._replace(netloc=f"{server.username}@{','.join(hosts)}"))
 
-    host = f"{there.hostname}:{there.port}"
-    unused = f"127.0.0.1:{free_port()}"
     for url in (listing(host), listing(unused, host), listing(host, unused)):
         connection = await open_connection(url)
         assert await connection.fetchval("SELECT 1") == 1
@@ -172,7 +169,7 @@ async def test_writable_server_is_used_at_any_position_of_the_list(database_url:
     with pytest.raises(OSError, match="Connect call failed"):
         await open_connection(listing(unused, unused))
     with pytest.raises(ConnectionRefusedError, match="until it is promoted"):
-        await open_connection(listing(unused, host), server_settings={read_only: "on"})
+        await open_connection(listing(unused, host), server_settings={"default_transaction_read_only": "on"})
 
 
 async def test_a_schema_that_is_up_to_date_is_not_upgraded(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,7 @@ class Times:
     """Seconds.
 
     `runtime` is t_c, `prefill` t_p, `decode` t_d, `hop` t_n; with overlapped workers `container`
-    (t_cc),
-    `context` (t_cu) and `library` (t_l) replace t_c.
+    (t_cc), `context` (t_cu) and `library` (t_l) replace t_c.
     """
 
     prefill: float

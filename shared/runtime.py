@@ -16,18 +16,18 @@ from pydantic import ValidationError
 from shared.settings import CommonSettings
 from shared.telemetry.logs import setup_logs
 from shared.telemetry.tracing import setup_tracing, shutdown_tracing
-from shared.watchdog.heartbeat import Heart
+from shared.watchdog.heartbeat import HeartbeatSender
 
 log = logging.getLogger(__name__)
 S = TypeVar("S", bound=CommonSettings)
 App = Callable[[S, asyncio.Event], Awaitable[int]]
-_heart: Heart | None = None
+_heartbeats: HeartbeatSender | None = None
 
 
 def report_ready() -> None:
     """Notify the process's supervisor, if there is one, that the service is ready."""
-    if _heart is not None:
-        _heart.report_ready()
+    if _heartbeats is not None:
+        _heartbeats.report_ready()
 
 
 def run_service(
@@ -44,22 +44,22 @@ def run_service(
             variable = "THAW_" + "_".join(str(p) for p in fault["loc"]).upper()
             print(f"{name}: {variable}: {fault['msg']}", file=sys.stderr)
         return 2
-    global _heart
-    _heart = heart = Heart.from_environment()
+    global _heartbeats
+    _heartbeats = heartbeats = HeartbeatSender.from_environment()
     faulthandler.enable()  # a watchdog's SIGABRT writes the stack of every thread into the log
     setup_logs(settings, name)
     setup_tracing(settings, name)
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            if heart is not None:
-                heart.beat_on(runner.get_loop())
+            if heartbeats is not None:
+                heartbeats.send_every_second(runner.get_loop())
             return runner.run(_until_stopped(name, settings, app))
     except KeyboardInterrupt:
         return 130
     finally:
-        _heart = None
-        if heart is not None:
-            heart.end()
+        _heartbeats = None
+        if heartbeats is not None:
+            heartbeats.close()
         shutdown_tracing()
 
 

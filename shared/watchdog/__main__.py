@@ -17,11 +17,11 @@ import sys
 import time
 from pathlib import Path
 
-from shared.watchdog.decision import Limits, Look, Watch, describe, is_hung, observe
-from shared.watchdog.heartbeat import VARIABLE, Ear
+from shared.watchdog.decision import Limits, Observation, Watch, describe, is_hung, observe
+from shared.watchdog.heartbeat import VARIABLE, HeartbeatReceiver
 from shared.watchdog.process import cpu_wait_s, state_of
 
-LOOK_S = 1.0
+OBSERVE_INTERVAL_S = 1.0
 DUMP_S = 5.0
 """Time that a hung process has to write its stack traces (SIGABRT) before it is killed.
 
@@ -51,9 +51,9 @@ class Parent:
         self._start()
 
     def _start(self) -> None:
-        self._ear = Ear(self._path)
+        self._heartbeats = HeartbeatReceiver(self._path)
         self._watch: Watch | None = None
-        self._looked_at = time.monotonic()
+        self._observed_at = time.monotonic()
         self._hung = False
         environment = {**os.environ, VARIABLE: str(self._path)}
         self._pid = os.posix_spawnp(self._command[0], self._command, environment, setsigmask=[])
@@ -66,14 +66,14 @@ class Parent:
             if status is not None:
                 if not self._hung or self._stopping:
                     return status
-                self._ear.close()
+                self._heartbeats.close()
                 self._start()
-            received = signal.sigtimedwait(watched, LOOK_S)
+            received = signal.sigtimedwait(watched, OBSERVE_INTERVAL_S)
             if received is not None and received.si_signo in _ENDS:
                 self._stopping = True
                 self._send(signal.Signals(received.si_signo))
-            elif not self._stopping and not self._hung and time.monotonic() - self._looked_at >= LOOK_S:
-                self._look()  # also while orphans end all the time: process 1 gets a signal for each
+            elif not self._stopping and not self._hung and time.monotonic() - self._observed_at >= OBSERVE_INTERVAL_S:
+                self._observe()  # also while orphans end all the time: process 1 gets a signal for each
 
     def _reap(self) -> int | None:
         """Reap all exited children; return the service's status if it is among them."""
@@ -85,11 +85,17 @@ class Parent:
                     found = code if code >= 0 else 128 - code
         return found
 
-    def _look(self) -> None:
-        self._looked_at = time.monotonic()
-        self._ear.collect()
-        look = Look(time.monotonic(), self._ear.beats, self._ear.in_loop, state_of(self._pid), cpu_wait_s(self._pid))
-        self._watch = observe(self._watch, look)
+    def _observe(self) -> None:
+        self._observed_at = time.monotonic()
+        self._heartbeats.collect()
+        observation = Observation(
+            time.monotonic(),
+            self._heartbeats.beats,
+            self._heartbeats.is_loop_running,
+            state_of(self._pid),
+            cpu_wait_s(self._pid),
+        )
+        self._watch = observe(self._watch, observation)
         if is_hung(self._watch, self._limits):
             self._end(describe(self._watch))
 

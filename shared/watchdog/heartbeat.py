@@ -18,7 +18,7 @@ _READY = b"READY=1"
 _END = b"STOPPING=1"
 
 
-class Heart:
+class HeartbeatSender:
     """Sends heartbeats while an event loop runs; does nothing without a watcher."""
 
     def __init__(self, address: str) -> None:
@@ -28,51 +28,51 @@ class Heart:
         self._is_ready = False
 
     @classmethod
-    def from_environment(cls) -> Heart | None:
-        """Remove the address from the environment and return a heartbeat.
+    def from_environment(cls) -> HeartbeatSender | None:
+        """Return a sender to the address in the environment, which is removed there.
 
-        Children (engines) must not send heartbeats in this process's name.
+        Otherwise children (engines) would send heartbeats in this process's name.
         """
         address = os.environ.pop(VARIABLE, "")
         return cls(address) if address.startswith(("/", "@")) else None
 
-    def beat_on(self, loop: asyncio.AbstractEventLoop) -> None:
+    def send_every_second(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send a heartbeat now and each second from now on."""
         self._send(_READY + b"\n" + _BEAT if self._is_ready else _BEAT)
-        loop.call_later(BEAT_S, self.beat_on, loop)
+        loop.call_later(BEAT_S, self.send_every_second, loop)
 
     def report_ready(self) -> None:
         """Notify the watcher that the service serves; each further heartbeat repeats it."""
         self._is_ready = True
         self._send(_READY)
 
-    def end(self) -> None:
-        """Say that the loop has ended: what follows takes longer than a heartbeat."""
+    def close(self) -> None:
+        """Report that the event loop has ended; the watcher then allows a longer silence."""
         self._send(_END)
         self._socket.close()
 
     def _send(self, message: bytes) -> None:
-        # A full queue or an absent socket: the watcher is stopped or was killed, which is not this
-        # process's concern.
+        # A full queue or a missing socket: the watcher is stopped or was killed. The service
+        # continues without it.
         with contextlib.suppress(OSError):
             self._socket.sendto(message, self._address)
 
 
-class Ear:
+class HeartbeatReceiver:
     """Receives one service's heartbeats on a socket at `path`. `collect` never blocks."""
 
     def __init__(self, path: Path) -> None:
         path.unlink(missing_ok=True)
         self.path = path
         self.beats = 0
-        self.in_loop = False
+        self.is_loop_running = False
         self.is_ready = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(str(path))
 
     def collect(self) -> None:
-        """Count what has arrived since the last call."""
+        """Count the heartbeats that have arrived since the last call."""
         while True:
             try:
                 message = self._socket.recv(256)
@@ -82,9 +82,9 @@ class Ear:
                 self.is_ready = True
             if _BEAT in message:
                 self.beats += 1
-                self.in_loop = True
+                self.is_loop_running = True
             elif _END in message:
-                self.in_loop = False
+                self.is_loop_running = False
 
     def close(self) -> None:
         self._socket.close()

@@ -48,7 +48,7 @@ from thaw.launcher.stale_locks import remove_stale_locks
 from thaw.launcher.starting import Starter, Wait, until_gone
 from thaw.launcher.status import MeshStatus, ServiceStatus, read_status
 from thaw.launcher.survivors import find_survivors
-from thaw.launcher.watching import LOOK_S, Watcher, limits_of
+from thaw.launcher.watching import OBSERVE_INTERVAL_S, Watcher, limits_of
 
 log = logging.getLogger("thaw.supervisor")
 _LOG_CHECK_S = 30.0
@@ -110,8 +110,8 @@ class Supervisor:
 
     async def _find_hung(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
-            for hung in self._watcher.look():
+            await asyncio.sleep(OBSERVE_INTERVAL_S)
+            for hung in self._watcher.find_hung():
                 self._events.put_nowait(hung)
 
     async def _next_event(self) -> Event:
@@ -168,7 +168,7 @@ class Supervisor:
         if survivor is not None and survivor.is_alive():
             log.info("taking over %s (pid %d)", program.name, survivor.pid)
             self._processes[program.name] = survivor
-            self._watcher.begin(program, survivor.pid, in_loop=program.name in self._ready_before)
+            self._watcher.begin(program, survivor.pid, is_loop_running=program.name in self._ready_before)
             self._watch(program, until_gone(survivor), survived=True)
             return
         if program.prepare is not None:

@@ -20,24 +20,24 @@ SILENT = "import time; time.sleep(60)"
 
 
 def test_orphans_that_end_all_the_time_do_not_hide_a_hung_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Process 1 is notified of each, and looked at the service only in a second without any."""
-    looks: list[str] = []
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.05)
+    """Process 1 gets a signal for each, and once observed the service only without signals."""
+    observations: list[str] = []
+    monkeypatch.setattr(watchdog, "OBSERVE_INTERVAL_S", 0.05)
     parent = Parent([sys.executable, "-c", SILENT], Limits(loop_s=1.0, outside_loop_s=1.0), tmp_path)
     received = 0
 
     def notify(_: set[signal.Signals], within_s: float) -> SimpleNamespace:
         nonlocal received
         received += 1
-        if looks or received > MOST_SIGNALS:
+        if observations or received > MOST_SIGNALS:
             os.kill(parent._pid, signal.SIGKILL)
         time.sleep(within_s / 2)
         return SimpleNamespace(si_signo=signal.SIGCHLD)
 
     monkeypatch.setattr(signal, "sigtimedwait", notify)
-    monkeypatch.setattr(parent, "_look", lambda: looks.append("looked"))
+    monkeypatch.setattr(parent, "_observe", lambda: observations.append("observed"))
     try:
         assert parent.run() == 128 + signal.SIGKILL
     finally:
-        parent._ear.close()
-    assert looks
+        parent._heartbeats.close()
+    assert observations

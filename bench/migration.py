@@ -3,28 +3,29 @@
     python -m bench.migration [--contexts 64,256,1024,4096] [--rounds N]
         [--parts pause,throughput,policies] [--json PATH [--add]]
 
-On meshes of two nodes with the built-in engine on one machine. Each node's processes have a core of
-their own and engines one thread.
+The meshes have two nodes with the built-in engine on one machine. The processes of each node have a
+core of their own, and each engine has one thread.
 
-pause       one greedy stream with so many tokens of prompt (5M model). The pause is its longest gap
-            between two tokens less the median gap, as its client measures them; the total is from
-            the order to its end. Three ways: rounds of tokens (`thaw migrate`); one go (the source
-            stops, the destination recomputes everything); and a restart from the prompt (the stream
-            is cancelled and asked again: the pause ends when the new one is as far as the old one
-            was). NATS, scheduler, gateway, migrator and clients run on both cores.
-throughput  eight streams of one instance on node-0 (60M model). Tokens per second, as clients hear
-            them, of seven of them: in the two seconds before the eighth moves to node-1, and in the
-            window of the migration: from its being taken up to its end, no more. Then the same with
-            four streams running at the destination. Both with keys and values that the destination
-            recomputes, and with transfers where they are predicted to be sooner, as by default.
-            All that is neither of node-0 nor of node-1, and all clients, run on node-1's core.
-policies    the scenario of ServerlessLLM's Fig. 3: model A (60M) runs on node-1, which has B's
+pause       One greedy stream (5M model) with a prompt of --contexts tokens. The pause is its
+            longest gap between two tokens less the median gap, as its client measures them; the
+            total is the time from the order to the end of the migration. Three ways: rounds of
+            tokens (`thaw migrate`); one round (the source stops, the destination recomputes
+            everything); and a restart from the prompt (the client cancels the stream and repeats
+            the request: the pause ends when the new stream has as many tokens as the old one had).
+            NATS, scheduler, gateway, migrator and clients run on both cores.
+throughput  Eight streams of one instance on node-0 (60M model). Tokens per second, as clients
+            receive them, of seven of them: in the two seconds before the eighth moves to node-1,
+            and during its migration. Then the same with four streams running at the destination.
+            Both are measured with keys and values that the destination recomputes, and with
+            transfers where they are predicted to be faster, as by default. All other processes and
+            all clients run on node-1's core.
+policies    The scenario of ServerlessLLM's Fig. 3: model A (60M) runs on node-1, which has B's
             weights (250M) in host memory; node-0 is free, has A's in host memory and B's only at a
-            slow source. Now B is asked for. availability: B loads on node-0. locality: B waits on
-            node-1 until A is done. preemption: A is interrupted and starts again on node-0.
-            migration: the scheduler decides, and moves A's stream. Printed for both requests is the
-            latency (from being asked for to the last token), of B the time to the first token, of A
-            the longest pause.
+            slow source. Then a request for B arrives. availability: B loads on node-0. locality: B
+            waits on node-1 until A is done. preemption: A is preempted and starts again on node-0.
+            migration: the scheduler decides, and moves A's stream. The output has the latency of
+            both requests (from arrival to the last token), the time to the first token of B, and
+            the longest pause of A.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ def policies_table(figures: Values) -> Table:
     columns = ("b_latency_ms", "a_latency_ms", "b_ttft_ms", "a_pause_ms")
     names = ("B: latency ms", "A: latency ms", "B: first token ms", "A: pause ms")
     table = Table("policy", *names, title="ServerlessLLM's Fig. 3 on two nodes")
-    made = [p for p in POLICIES if figures.get(f"{p}.b_ttft_ms")]
-    best = {c: min(median(figures[f"{p}.{c}"]) for p in made) for c in columns[:2]}
-    for p in made:
+    measured = [p for p in POLICIES if figures.get(f"{p}.b_ttft_ms")]
+    best = {c: min(median(figures[f"{p}.{c}"]) for p in measured) for c in columns[:2]}
+    for p in measured:
         cells = [spread(figures[f"{p}.{c}"]) for c in columns]
         for i, c in enumerate(columns[:2]):
             cells[i] += f" +{100 * (median(figures[f'{p}.{c}']) / best[c] - 1):.0f} %"
@@ -93,7 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--add", action="store_true", help="Keep what the file has of other parts.")
+    parser.add_argument("--add", action="store_true", help="keep the figures of other parts in the file")
     options = parser.parse_args()
     contexts, parts = [int(c) for c in options.contexts.split(",")], set(options.parts.split(","))
     if unknown := parts - set(PARTS):
@@ -112,12 +113,12 @@ def main() -> None:
         shown.print(policies_table(figures))
     write(
         options.json,
-        {f"{name}.p50": median(values) for name, values in figures.items()} | _exit_conditions(figures),
+        {f"{name}.p50": median(values) for name, values in figures.items()} | _extremes(figures),
         add=options.add,
     )
 
 
-def _exit_conditions(figures: Values) -> dict[str, float]:
+def _extremes(figures: Values) -> dict[str, float]:
     return {f"{name}.{end}": pick(values) for name, values in figures.items() for end, pick in (("least", min), ("most", max))}
 
 

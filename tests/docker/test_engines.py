@@ -25,7 +25,7 @@ from tests.docker.boxes import Boxes, docker_boxes, podman_boxes
 from tests.docker.engine import CommandFailed, image_of
 from tests.integration.nodeagent.harness import running_node, start_command
 from tests.support.hosted import MIB, Hosts, hosted_card
-from tests.support.intruder import tried_by_another_user
+from tests.support.intruder import get_as_another_user
 from tests.support.mesh_client import connected_mesh
 from tests.support.servers import NatsServer
 
@@ -164,10 +164,10 @@ async def test_container_with_a_socket_has_no_network_and_a_private_socket(
     (path,) = (Path(m["Source"]) / "engine.sock" for m in inspected["Mounts"] if m["Destination"] == "/run/thaw")
     for above in path.parents[2:6]:
         above.chmod(0o755)
-    assert tried_by_another_user(str(path), "/health") == "PermissionError"
+    assert get_as_another_user(str(path), "/health") == "PermissionError"
     path.parent.parent.chmod(0o755)
     path.chmod(0o777)
-    assert tried_by_another_user(str(path), "/health").startswith("HTTP/1.1 200"), "or the above proves nothing"
+    assert get_as_another_user(str(path), "/health").startswith("HTTP/1.1 200"), "or the above proves nothing"
     os.kill(report.pid, signal.SIGTERM)
     await hosts.reported(start.instance_id, lambda r: r.state == "stopped")
     hosts.processes[-1].wait(60)

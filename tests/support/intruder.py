@@ -23,24 +23,24 @@ def listening_sockets(pids: Iterable[int], pid: int | None = None) -> dict[int, 
         pids: Processes that listen.
         pid: A process in the network namespace to read; by default the test's own.
     """
-    held = set()
+    open_files = set()
     for each in pids:
         for link in Path(f"/proc/{each}/fd").iterdir():
             try:
-                held.add(str(link.readlink()))
+                open_files.add(str(link.readlink()))
             except OSError:
                 continue
     found = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid or 'self'}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in held:
+            if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in open_files:
                 address, _, port = fields[1].partition(":")
                 found[int(port, 16)] = address
     return found
 
 
-def tried_by_another_user(address: str | tuple[str, int], path: str) -> str:
+def get_as_another_user(address: str | tuple[str, int], path: str) -> str:
     """Send `GET path` to a Unix socket or a port as user nobody; skips without root.
 
     Returns:
@@ -51,7 +51,7 @@ def tried_by_another_user(address: str | tuple[str, int], path: str) -> str:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        os.write(writing, _tried(address, path).encode())
+        os.write(writing, _get_as_nobody(address, path).encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as file:
@@ -60,7 +60,7 @@ def tried_by_another_user(address: str | tuple[str, int], path: str) -> str:
     return received
 
 
-def _tried(address: str | tuple[str, int], path: str) -> str:
+def _get_as_nobody(address: str | tuple[str, int], path: str) -> str:
     try:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)

@@ -33,6 +33,7 @@ from shared.contracts.models import ModelCard
 
 V = TypeVar("V")
 _KEPT = 16
+"""Values that a process keeps of each kind."""
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 
 
@@ -56,7 +57,7 @@ class _Recent(Generic[V]):
                 self._values.popitem(last=False)
         return value
 
-    def find(self, key: Hashable, make: Callable[[], V]) -> V:
+    def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
         """Return the value of the key; make it if it is unknown."""
         found = self.get(key)
         return found if found is not None else self.put(key, make())
@@ -95,13 +96,13 @@ class ModelCache:
 
         if trust_remote_code:
             return read()
-        return self._tokenizations.find(_digest(directory, (*_TOKENIZER_FILES, "config.json")), read)
+        return self._tokenizations.get_or_make(_digest(directory, (*_TOKENIZER_FILES, "config.json")), read)
 
     def config(self, directory: Path, card: ModelCard) -> PreTrainedConfig:
         """Return the contents of config.json. Raises as `checkpoint.read_config`."""
         if card.spec.trust_remote_code:
             return checkpoint.read_config(directory, card)
-        known = self._configs.find(_digest(directory, ("config.json",)), lambda: checkpoint.read_config(directory, card))
+        known = self._configs.get_or_make(_digest(directory, ("config.json",)), lambda: checkpoint.read_config(directory, card))
         return copy.deepcopy(known)
 
     def bind(
@@ -144,11 +145,11 @@ def _digest(directory: Path, patterns: tuple[str, ...]) -> str:
 
 def _architecture(model: PreTrainedModel, segment: Segment, tensors: dict[str, torch.Tensor]) -> Architecture:
     """Return the architecture of a bound model, with a skeleton if its parts can be shared."""
-    at = {(t.data_ptr(), tuple(t.shape), t.dtype): name for name, t in tensors.items() if t.numel()}
+    by_memory = {(t.data_ptr(), tuple(t.shape), t.dtype): name for name, t in tensors.items() if t.numel()}
     names: dict[str, str] = {}
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        tensor = at.get((parameter.data_ptr(), tuple(parameter.shape), parameter.dtype))
+        tensor = by_memory.get((parameter.data_ptr(), tuple(parameter.shape), parameter.dtype))
         if tensor is None or not parameter.is_contiguous():
             return Architecture(None, {})  # converted, or a part of a tensor
         names[name] = tensor

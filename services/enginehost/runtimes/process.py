@@ -1,4 +1,4 @@
-"""An engine as a child process, bound to the life of its host.
+"""An engine as a child process that ends with its host.
 
 It has its own session and control group.
 """
@@ -34,9 +34,11 @@ _LEFTOVERS_WITHIN_S = 2.0
 
 
 def clean_environment(mark: str, added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an engine.
+    """Return the environment of an engine: this process's without credentials and Thaw's settings.
 
-    This process's without credentials and Thaw's settings, plus `added`.
+    Args:
+        mark: Marks all processes of the instance.
+        added: Further variables.
     """
     kept = {k: v for k, v in without_credentials(os.environ).items() if not k.startswith(("THAW_", "OTEL_"))}
     return {**kept, MARK_VARIABLE: mark, **added}
@@ -130,7 +132,7 @@ class EngineProcess:
         return tuple(sorted({*descendants(self._child.pid), *(self._members() or find_marked(self._mark))}))
 
     def _members(self) -> set[int]:
-        """Processes in its control groups; empty without control groups."""
+        """Return the processes in its control groups; empty without control groups."""
         found: set[int] = set()
         for group in self._groups:
             with contextlib.suppress(OSError):
@@ -200,8 +202,8 @@ class EngineProcess:
         os.close(self._pidfd)
         self._pidfd = -1
         after = oom_kills()
-        struck = returncode == -signal.SIGKILL and None not in (after, self._oom_before) and after != self._oom_before
-        self._ended.set_result(EngineExit(returncode, struck if returncode == -signal.SIGKILL else False))
+        may_be_oom = None not in (after, self._oom_before) and after != self._oom_before
+        self._ended.set_result(EngineExit(returncode, returncode == -signal.SIGKILL and may_be_oom))
 
 
 def _groups(cgroup_procs: str | None) -> tuple[Path, ...]:
@@ -209,7 +211,7 @@ def _groups(cgroup_procs: str | None) -> tuple[Path, ...]:
 
 
 def _network(endpoint: Endpoint, port: int) -> str:
-    """The NETWORK argument of spawn.py."""
+    """Return the NETWORK argument of spawn.py."""
     if not endpoint.has_own_network:
         return ""
     return "own" if endpoint.engine_listens else f"{port}:{endpoint.socket}"
@@ -225,7 +227,8 @@ def _spawn(
 def _start_reaper(token: str, cgroup_procs: str) -> int:
     """Start the reaper, which ends the engine if this host dies.
 
-    Returns the pipe that holds it off.
+    Returns:
+        The write end of a pipe. When it is closed, the reaper ends the engine.
     """
     reading, reaper_pipe = os.pipe()
     try:
@@ -256,7 +259,7 @@ def _size(path: Path) -> int:
 
 
 def oom_kills() -> int | None:
-    """Number of kills by the kernel's out-of-memory killer on this machine since boot."""
+    """Return the number of the machine's out-of-memory kills since boot; None: it is unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

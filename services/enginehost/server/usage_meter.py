@@ -1,4 +1,4 @@
-"""Reads token usage from an engine's response while it is forwarded."""
+"""Read the token usage from an engine's response while it is forwarded."""
 
 from __future__ import annotations
 
@@ -11,16 +11,25 @@ from shared.contracts.inference import Usage
 
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _KEPT_BYTES = 64 * 1024
-_WHOLE_LIMIT = 8 << 20
+"""Largest event that is held back, and size of the end of a stream that is searched for usage."""
+_MAX_JSON_BYTES = 8 << 20
+"""Larger JSON responses are forwarded without reading their usage."""
 
 
 class UsageMeter:
     """Watches the bytes of one response for its usage.
 
-    `hide_usage`: the client did not request the usage event, so it is removed from the stream.
+    Attributes:
+        events: Events of the stream so far: the number of tokens, if the engine reports no usage.
     """
 
     def __init__(self, content_type: str, *, hide_usage: bool) -> None:
+        """Create the meter of a response.
+
+        Args:
+            content_type: Of the response; other types than event streams and JSON have no usage.
+            hide_usage: Remove the usage event from a stream, because the client did not request it.
+        """
         self._stream = content_type.startswith("text/event-stream")
         self._json = content_type.startswith("application/json")
         self._hide = hide_usage and self._stream
@@ -30,23 +39,23 @@ class UsageMeter:
         self.events = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Bytes to forward now, of `data` and of earlier held-back bytes."""
+        """Return the bytes to forward now, of `data` and of earlier held-back bytes."""
         if self._hide:
             return self._without_usage(data)
         if self._stream:
             self.events += data.count(b"data: {")
             self._tail += data
             del self._tail[:-_KEPT_BYTES]
-        elif self._json and len(self._tail) <= _WHOLE_LIMIT:
+        elif self._json and len(self._tail) <= _MAX_JSON_BYTES:
             self._tail += data
         return data
 
     def finish(self) -> bytes:
-        """The held-back bytes. Afterwards `usage` is final."""
+        """Return the bytes still held back. Afterwards `usage` is final."""
         if self._stream:
             for event in _EVENT_END.split(bytes(self._tail)):
                 self._note(event)
-        elif self._json and len(self._tail) <= _WHOLE_LIMIT:
+        elif self._json and len(self._tail) <= _MAX_JSON_BYTES:
             self._usage = usage_of(_parse(bytes(self._tail)))
         rest, self._rest = self._rest, b""
         return rest
@@ -56,9 +65,9 @@ class UsageMeter:
         return self._usage or Usage(prompt_tokens=0, completion_tokens=self.events)
 
     def _without_usage(self, data: bytes) -> bytes:
-        """Hold back incomplete events so that the usage event can be removed.
+        """Return the complete events without the usage event, and hold back an incomplete one.
 
-        Events above the limit pass as they are.
+        Events above the limit are forwarded unread.
         """
         text = self._rest + data if self._rest else data
         end = 0
@@ -76,7 +85,7 @@ class UsageMeter:
         return b"".join(kept)
 
     def _note(self, event: bytes) -> bool:
-        """Record the usage of `event`. True if the event carries nothing else."""
+        """Record the usage of `event`. Returns whether the event contains nothing else."""
         if b'"usage"' not in event or not event.startswith(b"data: {"):
             return False
         message = _parse(event[6:])
@@ -95,7 +104,7 @@ def _parse(data: bytes) -> Any:
 
 
 def usage_of(message: Any) -> Usage | None:
-    """The usage in an OpenAI response or event.
+    """Return the usage in an OpenAI response or event; None if it has none.
 
     Also reads the field names of the Responses and Messages APIs.
     """

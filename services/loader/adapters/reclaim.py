@@ -22,19 +22,25 @@ _WAIT_S = 2.0
 """Time for a process to unmap released chunks; a killed process takes a moment."""
 _RESCAN_S = 0.1
 _STUCK_RESCAN_S = 1.0
+"""Interval at which chunks that stayed mapped beyond `_WAIT_S` are checked again."""
 
 
 class Reclaimer:
-    """Threads that reclaim and populate chunks.
-
-    `emit` is called from them: `Vacated` as soon as no process maps the chunks, `Reclaimed` within
-    a bounded time.
-    """
+    """Threads that reclaim and populate chunks."""
 
     def __init__(self, pool: PoolMemory, emit: Callable[[Event], None], wait: float = _WAIT_S) -> None:
+        """Create a reclaimer.
+
+        Args:
+            pool: The memory of the chunks.
+            emit: Receives events from the threads: `Vacated` as soon as no process maps the chunks,
+                and `Reclaimed` within a bounded time.
+            wait: Seconds that processes have to unmap released chunks, before `Reclaimed` reports
+                that no memory is free yet.
+        """
         self._pool, self._emit, self._wait = pool, emit, wait
-        self._threads = ThreadPoolExecutor(_RECLAIM_THREADS, thread_name_prefix="give-back")
-        self._prepare_threads = ThreadPoolExecutor(1, thread_name_prefix="ready", initializer=lower_thread_priority)
+        self._threads = ThreadPoolExecutor(_RECLAIM_THREADS, thread_name_prefix="reclaim")
+        self._prepare_threads = ThreadPoolExecutor(1, thread_name_prefix="populate", initializer=lower_thread_priority)
         self._stuck: dict[int, Vacate] = {}
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._watch: threading.Thread | None = None
@@ -42,8 +48,10 @@ class Reclaimer:
     def start(self, order: Vacate, before: Callable[[], int] = lambda: 0) -> None:
         """Perform `order` in a thread.
 
-        `before` is called first: it ends this process's own use of the memory, and returns the
-        bytes of device memory that this released.
+        Args:
+            order: Without bytes to reclaim, it only populates chunks.
+            before: Called first: ends this process's own use of the memory, and returns the bytes
+                of device memory that this released.
         """
         if order.nbytes:
             self._threads.submit(self._reclaim, order, before)
@@ -51,10 +59,7 @@ class Reclaimer:
             self._prepare_threads.submit(self._prepare_chunks, order)
 
     def close(self) -> None:
-        """Wait for running orders.
-
-        Chunks that are still mapped are found again at the next start.
-        """
+        """Wait for running orders. The next loader process finds chunks that are still mapped."""
         self._closing.set()
         self._threads.shutdown()
         self._prepare_threads.shutdown()

@@ -17,7 +17,7 @@ from shared.contracts.inference import CancelInfer
 from shared.settings import NodeSettings
 from tests.integration.enginehost.driver_cards import ENGINES, SETTINGS, card_of
 from tests.support.hosted import FAKE, MIB, Hosts, fake_program, hosted_card
-from tests.support.intruder import listening_sockets, tried_by_another_user
+from tests.support.intruder import get_as_another_user, listening_sockets
 
 ATTACKS = ("/v1/models", "/collective_rpc", "/sleep", "/release_memory_occupation", "/stats", "/health")
 
@@ -46,9 +46,9 @@ async def answers_its_host_only(hosts: Hosts, instance: str, run: Path) -> None:
     for above in (run, *run.parents[:3]):
         above.chmod(0o755)
     for attack in ATTACKS:
-        assert tried_by_another_user(str(path), attack) == "PermissionError", "its own directory is enough"
+        assert get_as_another_user(str(path), attack) == "PermissionError", "its own directory is enough"
     directory.chmod(0o755)
-    assert tried_by_another_user(str(path), "/v1/completions").startswith("HTTP/1.1 "), "or the above proves nothing"
+    assert get_as_another_user(str(path), "/v1/completions").startswith("HTTP/1.1 "), "or the above proves nothing"
 
 
 @pytest.mark.usefixtures("needs_networks")
@@ -114,7 +114,7 @@ async def test_engine_on_a_public_port_has_no_development_mode(hosts: Hosts, tmp
     assert hosted.sleep_levels == ()
     (port,) = listening_sockets(hosts.marked(instance))
     assert not run.exists()
-    assert tried_by_another_user(("127.0.0.1", port), "/health") == "HTTP/1.1 200 OK", "or the other tests prove nothing"
+    assert get_as_another_user(("127.0.0.1", port), "/health") == "HTTP/1.1 200 OK", "or the other tests prove nothing"
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

@@ -9,7 +9,7 @@ import pytest
 from services.enginehost.runtimes.endpoint import can_isolate
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import RealEngine, listening
-from tests.support.intruder import listening_sockets, tried_by_another_user
+from tests.support.intruder import get_as_another_user, listening_sockets
 from tests.support.servers import NatsServer
 
 # vLLM takes half a minute to start, and minutes on a busy machine.
@@ -31,7 +31,7 @@ async def test_real_engine_is_unreachable_for_other_users(mesh: Mesh, nats_serve
     for above in path.parents[1:4]:
         above.chmod(0o755)
     for attack in ("/collective_rpc", "/sleep", "/v1/models", "/docs"):
-        assert tried_by_another_user(str(path), attack) == "PermissionError"
+        assert get_as_another_user(str(path), attack) == "PermissionError"
     if real.engine == "vllm":
         environment = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in pids)
         assert b"VLLM_SERVER_DEV_MODE" not in environment, "it does not sleep on cpu"

@@ -1,4 +1,4 @@
-"""What a nodeagent publishes: whole statuses, and changes between them."""
+"""A nodeagent publishes whole statuses, and the changes between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.nodeagent.adapters import publisher as module
+from services.nodeagent.adapters import publisher as publisher_module
 from services.nodeagent.adapters.meter import Meter
 from services.nodeagent.adapters.publisher import Publisher
 from services.nodeagent.adapters.timelines import Timelines
@@ -26,8 +26,8 @@ WITHIN_S = 60.0
 MANY = 40
 
 
-class Sent:
-    """Stands for the mesh: collects what is published."""
+class RecordingMesh:
+    """A mesh without a connection, which records published messages."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[str, NodeStatus | NodeChanges]] = []
@@ -39,6 +39,7 @@ class Sent:
             self._changed.notify_all()
 
     async def until(self, count: int) -> tuple[str, NodeStatus | NodeChanges]:
+        """Return the message number `count`, once it is published."""
         async with asyncio.timeout(WITHIN_S), self._changed:
             await self._changed.wait_for(lambda: len(self.messages) >= count)
             return self.messages[count - 1]
@@ -51,12 +52,12 @@ class Node:
     """A node's state and its publisher."""
 
     def __init__(self, count: int) -> None:
-        made = [Instance(command=start(f"i{n}"), token=1, progress_at=0.0, process=Process.ALIVE) for n in range(count)]
-        self.state = NodeState(Ledger({"cpu:0": 100}), instances={i.instance_id: i for i in made})
-        self.sent = Sent()
+        instances = [Instance(command=start(f"i{n}"), token=1, progress_at=0.0, process=Process.ALIVE) for n in range(count)]
+        self.state = NodeState(Ledger({"cpu:0": 100}), instances={i.instance_id: i for i in instances})
+        self.sent = RecordingMesh()
         meter = Meter({}, lambda: self.state, lambda: None, lambda *_: None)
-        sent, timelines = cast(Mesh, self.sent), Timelines("agent")
-        self.publisher = Publisher(sent, "n", {}, {}, lambda: self.state, meter, timelines, lambda: (), lambda: SWAP)
+        mesh, timelines = cast(Mesh, self.sent), Timelines("agent")
+        self.publisher = Publisher(mesh, "n", {}, {}, lambda: self.state, meter, timelines, lambda: (), lambda: SWAP)
 
     def change(self, name: str, *, is_awaited: bool = False) -> None:
         changed = self.state.instances[name].model_copy(update={"state": InstanceState.READY})
@@ -77,12 +78,12 @@ async def running(count: int) -> AsyncIterator[Node]:
 
 
 @pytest.fixture
-def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no whole status be due during the test."""
-    monkeypatch.setattr(module, "STATUS_INTERVAL_S", 1e4)
+def only_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no whole status be due after the first during the test."""
+    monkeypatch.setattr(publisher_module, "STATUS_INTERVAL_S", 1e4)
 
 
-@pytest.mark.usefixtures("seldom")
+@pytest.mark.usefixtures("only_changes")
 @pytest.mark.parametrize("count", [9, MANY])
 async def test_a_node_with_many_instances_publishes_what_has_changed(count: int) -> None:
     async with running(count) as node:
@@ -98,7 +99,7 @@ async def test_a_node_with_many_instances_publishes_what_has_changed(count: int)
         assert [i.instance_id for i in changes.instances] == ["i8"]
 
 
-@pytest.mark.usefixtures("seldom")
+@pytest.mark.usefixtures("only_changes")
 async def test_a_whole_status_is_sent_on_request() -> None:
     async with running(MANY) as node:
         node.publisher.want_whole()
@@ -106,7 +107,7 @@ async def test_a_whole_status_is_sent_on_request() -> None:
         assert (subject, len(status.instances)) == ("status", MANY)
 
 
-@pytest.mark.usefixtures("seldom")
+@pytest.mark.usefixtures("only_changes")
 async def test_engines_that_ended_some_time_ago_are_in_the_status_that_is_asked_for() -> None:
     async with running(3) as node:
         ended = EndedEngine(instance_id="x", pid=7, model="m", device_kind="cpu", device_count=1, charged_s=1.5)
@@ -120,7 +121,7 @@ async def test_engines_that_ended_some_time_ago_are_in_the_status_that_is_asked_
         assert (routine.ended_engines, asked.ended_engines) == ((), (ended,))
 
 
-@pytest.mark.usefixtures("seldom")
+@pytest.mark.usefixtures("only_changes")
 async def test_a_node_with_few_instances_publishes_its_whole_status() -> None:
     async with running(3) as node:
         node.change("i1")
@@ -129,15 +130,15 @@ async def test_a_node_with_few_instances_publishes_its_whole_status() -> None:
 
 
 async def test_a_whole_status_follows_within_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STATUS_INTERVAL_S", 0.05)
+    monkeypatch.setattr(publisher_module, "STATUS_INTERVAL_S", 0.05)
     async with running(MANY) as node:
         subject, status = await node.sent.until(2)
         assert (subject, len(status.instances)) == ("status", MANY)
 
 
-@pytest.mark.usefixtures("seldom")
+@pytest.mark.usefixtures("only_changes")
 async def test_a_change_that_requests_wait_for_does_not_wait_for_other_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_COALESCE_S", 1e4)
+    monkeypatch.setattr(publisher_module, "_COALESCE_S", 1e4)
     async with running(3) as node:
         node.change("i0")
         node.change("i1", is_awaited=True)

@@ -1,13 +1,9 @@
-"""More devices than a shortlist has, and the copy-on-write mapping."""
+"""More devices than a shortlist has."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from services.scheduler.domain.events import LoaderStatusReceived
 from services.scheduler.domain.placement.shortlist import FITTING, SHORTLIST_SIZE
-from services.scheduler.domain.state.overlay import Overlay
 from shared.contracts.loader import LoaderStatus, SegmentStatus
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
@@ -16,27 +12,29 @@ from tests.unit.scheduler.world import World
 
 MANY = size(20, 48)
 LATE = f"n{MANY - 4}", f"n{MANY - 3}"
-"""Nodes near the end of the order."""
-ONE = 400 * MIB
-"""Room for one model of 324 MiB."""
+"""Nodes near the end of the order in which the scheduler tries nodes."""
+ONE_MODEL = 400 * MIB
+"""Size of a device with room for one model of 324 MiB."""
 
 
 def loader(w: World, node: str, *, speed: float | None = None, revision: str | None = None) -> None:
-    held = (
+    """Report a node's loader, with its bandwidth or with the weights that it has cached."""
+    cached = (
         [SegmentStatus(weights_id=revision, model="x", segment="s", total_bytes=1, loaded_bytes=1, holders=())] if revision else []
     )
-    w.send(LoaderStatusReceived(w.now, LoaderStatus(node=node, boot_id="b", segments=tuple(held), bytes_per_second=speed)))
+    w.send(LoaderStatusReceived(w.now, LoaderStatus(node=node, boot_id="b", segments=tuple(cached), bytes_per_second=speed)))
 
 
 def many() -> World:
+    """Return a cluster of idle nodes."""
     w = World()
     for n in range(MANY):
-        w.node(f"n{n:02}", ONE)
+        w.node(f"n{n:02}", ONE_MODEL)
     return w
 
 
 def full() -> World:
-    """Fill every device with its own model; that of `n07` has been idle the longest."""
+    """Return a cluster with an idle model on every device, on `n07` for the longest time."""
     w = many()
     for n in range(MANY):
         w.model(f"m{n:02}", keep_alive=-1)
@@ -48,7 +46,7 @@ def full() -> World:
     return w
 
 
-def test_the_soonest_of_many_is_found() -> None:
+def test_fastest_start_among_many_nodes_is_found() -> None:
     w = many()
     w.model("a")
     w.model("b")
@@ -94,25 +92,3 @@ def test_waiting_reason_summarizes_many_devices() -> None:
     assert noted.outlook == "waiting"
     assert noted.reason.count("is serving") == SHORTLIST_SIZE
     assert f"and {MANY - SHORTLIST_SIZE} more devices" in noted.reason
-
-
-keys = st.sampled_from("abcde")
-
-
-@given(st.dictionaries(keys, st.integers(0, 9)), st.lists(st.tuples(keys, st.none() | st.integers(0, 9))))
-def test_overlay_behaves_like_a_copy_and_leaves_the_original_unchanged(
-    below: dict[str, int], writes: list[tuple[str, int | None]]
-) -> None:
-    before = dict(below)
-    copy = dict(below)
-    over: Overlay[int] = Overlay(below)
-    for key, value in writes:
-        if value is None:
-            assert over.pop(key, None) == copy.pop(key, None)
-        else:
-            over[key] = copy[key] = value
-        assert dict(over) == dict(over.items()) == copy
-        assert sorted(over.values()) == sorted(copy.values())
-        assert (len(over), bool(over)) == (len(copy), bool(copy))
-        assert all((k in over, over.get(k)) == (k in copy, copy.get(k)) for k in "abcde")
-    assert below == before

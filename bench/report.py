@@ -67,7 +67,8 @@ def spread(values: Sequence[float]) -> str:
 def write(path: Path | None, figures: dict[str, float], *, add: bool = False) -> None:
     """Write `{"figures", "machine", "commands"}` to the file of `--json`.
 
-    `add`: to what the file has of other runs.
+    Args:
+        add: Keep the figures of other runs in the file.
     """
     if path is None:
         return

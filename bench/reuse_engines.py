@@ -78,7 +78,8 @@ WAYS = (
 class Measured:
     """One start and its batch.
 
-    `keepable`: the part of the device that could keep other units at the end of the batch.
+    Attributes:
+        keepable: The part of the device that could keep other units at the end of the batch.
     """
 
     load_s: float

@@ -38,7 +38,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 class Counter:
     """Counts what one mesh has.
 
-    `steady`: models whose engines live as long as the mesh and are reported by themselves.
+    Args:
+        steady: Models whose engines live as long as the mesh and are reported by themselves.
     """
 
     def __init__(self, mesh: Thaw, steady: tuple[str, ...]) -> None:

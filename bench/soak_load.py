@@ -39,7 +39,9 @@ _TIMEOUT_S = 120.0
 class SentRequest:
     """One request and what became of it.
 
-    `at_s`: since the load began. `lost` says what was wrong with the answer, if anything.
+    Attributes:
+        at_s: Seconds since the load began.
+        lost: What was wrong with the response, if anything.
     """
 
     at_s: float

@@ -33,7 +33,8 @@ _READY_WITHIN_S = 120.0
 class Target:
     """Something that answers chat completions.
 
-    `processes`: what works for it, by name.
+    Attributes:
+        processes: The processes that work for it, by name.
     """
 
     name: str
@@ -85,7 +86,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def running(pace_ms: float, litellm: Path | None) -> Iterator[list[Target]]:
     """All servers, each answering.
 
-    `litellm`: the interpreter of its environment, or none to leave it out.
+    Args:
+        litellm: The interpreter of its environment, or none to leave it out.
     """
     with tempfile.TemporaryDirectory(prefix="thaw-bench-") as directory, contextlib.ExitStack() as stack:
         home = Path(directory)

@@ -159,9 +159,12 @@ class TensorStream:
         return bind(entry.name, entry.dtype, entry.shape, data, start)
 
     def _use_again(self, needed: Counter[int], free: set[int], begun: _Begun) -> None:
-        """The memory of chunks whose tensors are all gone, once no thread reads into them.
+        """Release the memory of chunks whose tensors are all gone, once they are loaded.
 
-        `free`: those that wait for that.
+        Args:
+            needed: Number of tensors that use each chunk.
+            free: Chunks whose tensors are all gone; those that are released are removed from it.
+            begun: The stream that has begun.
         """
         while self._gone:
             chunks = self._gone.popleft()

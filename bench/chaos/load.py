@@ -37,7 +37,9 @@ twice at the same time.
 class Served:
     """A model that clients ask for.
 
-    `tokens`: how many to ask for, one of these. `resumes`: its streams survive their engine.
+    Attributes:
+        tokens: Numbers of tokens, of which a request asks for one.
+        resumes: Its streams survive their engine.
     """
 
     name: str
@@ -86,8 +88,9 @@ def secret_of(caller: str) -> str:
 class Asker:
     """One `openai` client of an API key.
 
-    `gateway_of`: the gateway that serves a connection, by the client's port; `on_status` sees every
-    response's status.
+    Args:
+        gateway_of: Returns the gateway that serves a connection, by the client's port.
+        on_status: Receives the status of every response.
     """
 
     def __init__(self, url: str, caller: str, gateway_of: Callable[[int], str | None]) -> None:
@@ -169,7 +172,8 @@ def _describe(error: Exception) -> str:
 class Client(threading.Thread):
     """Sends its jobs until `stopped`.
 
-    `struck`: whether a gateway (by name; None: any) has been struck since a time.
+    Args:
+        struck: Returns whether a gateway (by name; None: any) has been struck since a time.
     """
 
     def __init__(

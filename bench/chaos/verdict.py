@@ -78,9 +78,11 @@ class Exchange:
 
     Times in seconds of the monotonic clock.
 
-    `cuts`: how often its connection broke with its own gateway, beyond the client's own retries.
-    `repeats`: answers to the same key, asked for afterwards or beside it. `server_errors`:
-    responses with a status of 500 or more, those included that the client's own retry made good.
+    Attributes:
+        cuts: How often its connection broke with its own gateway, beyond the client's own retries.
+        repeats: Answers to the same key, asked for afterwards or beside it.
+        server_errors: Responses with a status of 500 or more, those included that the client's own
+            retry made good.
     """
 
     job: Job
@@ -98,8 +100,9 @@ class Exchange:
 class Reference:
     """The undisturbed answer.
 
-    `ends`: where each token's text ends, `gaps`: the log-probability between the two best tokens
-    there.
+    Attributes:
+        ends: Position at which the text of each token ends.
+        gaps: Difference of the log-probabilities of the two best tokens there.
     """
 
     answer: Answer

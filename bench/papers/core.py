@@ -59,10 +59,12 @@ STUDENT = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`scale` of 1: as long as the paper's experiment, or as ours says; less: shorter.
+    """How experiments are run.
 
-    `sensitivity`: also with what is not stated at ±50 %. `only`: of an experiment with several
-    settings, those whose names have this in them.
+    Attributes:
+        scale: Length of an experiment as a share of the paper's, or of ours where ours differs.
+        sensitivity: Run also with unstated constants changed by ±50 %.
+        only: Of an experiment with several settings, run those whose names contain this.
     """
 
     seeds: int = 10

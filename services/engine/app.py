@@ -322,7 +322,8 @@ class Engine(InstanceProcess):
     def _begin_borrowing(self, memory: GpuKvMemory | None = None) -> KvBorrowing:
         """Borrow pages of the device for the KV cache, unless that has begun.
 
-        `memory`: memory of the pages, on a GPU.
+        Args:
+            memory: Memory of the pages, on a GPU.
         """
         if self._borrowing is None:
             self._borrowing = KvBorrowing(self._start, self._settings.node_state, memory)

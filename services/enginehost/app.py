@@ -59,7 +59,8 @@ log = logging.getLogger(__name__)
 class Successor:
     """The instance that this process and its engine become.
 
-    `asleep`: the level at which the engine sleeps.
+    Attributes:
+        asleep: The level at which the engine sleeps.
     """
 
     start: EngineStart

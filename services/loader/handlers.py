@@ -277,7 +277,8 @@ class Loader:
     async def hold(self, holder: str, card: ModelCard, *, background: bool, rank: RankOf | None = None) -> WeightsAttached:
         """Attach a connection to weights; returns when their index is written.
 
-        `rank`: to the part of this rank.
+        Args:
+            rank: Attach to the part of this rank.
         """
         try:
             found = await self._loop.ask(

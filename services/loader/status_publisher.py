@@ -93,7 +93,8 @@ def pretouch(progress: Pretouch) -> PretouchStatus:
 def memory(pages: Iterable[PagesInUse], violations: Mapping[str, tuple[str, ...]]) -> tuple[DeviceMemory, ...]:
     """Make the status of the devices that keep units.
 
-    `violations`: of the latest audit, by device.
+    Args:
+        violations: Violations that the latest audit found, by device.
     """
     return tuple(
         DeviceMemory(

@@ -22,7 +22,8 @@ from simulator.workloads.request import Request
 class Lengths:
     """Mean token counts, with one coefficient of variation (log-normal; 0: constant).
 
-    `source`: where the means are published.
+    Attributes:
+        source: Where the means are published.
     """
 
     prompt: float
@@ -55,7 +56,8 @@ BASE_RUN = 4.0
 class Locality:
     """A level of Tangram §5.1.
 
-    `run`: mean number of consecutive requests for one model; 0: never two.
+    Attributes:
+        run: Mean number of consecutive requests for one model; 0: never two.
     """
 
     cv: float

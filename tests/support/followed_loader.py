@@ -48,7 +48,8 @@ _ASK: TypeAdapter[SocketFollow | SocketBorrow | SocketMap] = TypeAdapter(SocketF
 class FollowedLoader(FakeLoader):
     """Serves one model. With `pages`, to a device of its own of that many bytes.
 
-    `on_gpu`: the device is a GPU, and no separate cpu device.
+    Args:
+        on_gpu: The device is a GPU, and no separate cpu device.
     """
 
     def __init__(self, mesh: Mesh, node: str, home: Path, directory: Path, *, pages: int = 0, on_gpu: bool = False) -> None:

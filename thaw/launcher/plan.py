@@ -44,9 +44,12 @@ class Credentials(Strict):
 
 
 class MeshPlan(Strict):
-    """`nats_url`, `database_url`: external servers; None: run our own.
+    """Configuration of a mesh.
 
-    `tls`: the gateway has a certificate.
+    Attributes:
+        tls: The gateway has a certificate.
+        nats_url: An external NATS server; None: the supervisor runs one.
+        database_url: An external PostgreSQL; None: the supervisor runs one.
     """
 
     host: str = "127.0.0.1"
@@ -77,7 +80,7 @@ class MeshPlan(Strict):
         return self.database_url or own
 
     def endpoints(self) -> dict[str, str]:
-        """The addresses of this mesh: the contents of `endpoints.json` while it runs."""
+        """Return the addresses of this mesh: the contents of `endpoints.json` while it runs."""
         return {
             "url": self.gateway_url,
             "admin_key": self.credentials.admin_key,
@@ -87,9 +90,11 @@ class MeshPlan(Strict):
 
 
 def credentials_of(home: Home, admin_key: str | None = None) -> Credentials:
-    """The credentials kept under `home`, made at the first call.
+    """Return the credentials stored under `home`, and create them at the first call.
 
-    `admin_key`: one that the operator chose.
+    Args:
+        home: The state directory.
+        admin_key: The admin key that the operator chose.
     """
     stored = read_json(home.credentials_file) or {}
     credentials = Credentials(
@@ -102,7 +107,7 @@ def credentials_of(home: Home, admin_key: str | None = None) -> Credentials:
 
 
 def read_plan(home: Home) -> MeshPlan:
-    """The plan of the mesh under `home`; raises `CommandError` if there is none."""
+    """Return the plan of the mesh under `home`. Raises `CommandError` if there is none."""
     stored = read_json(home.plan_file)
     if stored is None:
         raise CommandError(f"There is no mesh plan in {home.plan_file}.", "Start the mesh with `thaw up`.")

@@ -16,10 +16,13 @@ from thaw.launcher.processes import Identity
 
 
 class ServiceStatus(BaseModel):
-    """`process` is None while the service does not run.
+    """The state of one service.
 
-    `hangs`: number of restarts because it hung; `last_hang`: reason of the last one;
-    `last_hang_at`: its time, in Unix seconds.
+    Attributes:
+        process: Its process; None while it does not run.
+        hangs: Number of restarts because it hung.
+        last_hang: Reason of the last hang.
+        last_hang_at: Time of the last hang in Unix seconds.
     """
 
     status: Status

@@ -129,7 +129,8 @@ def _by_hand(path: Path, size: int) -> str:
 def remedy(home: Path, existing: Path) -> str:
     """Return the advice for setting up swap on this machine.
 
-    `existing`: the nearest directory above `home` that is there.
+    Args:
+        existing: The nearest directory above `home` that exists.
     """
     path, size = swap_file(home), wanted_bytes(existing)
     if size < LEAST:

@@ -36,7 +36,8 @@ class VirtualMemory(Protocol):
     def create(self, device: int, nbytes: int, *, exportable: bool = True) -> Allocation:
         """Allocate physical memory, which has no address yet.
 
-        `exportable`: other processes can import it.
+        Args:
+            exportable: Other processes can import it.
         """
         ...
 

@@ -283,7 +283,8 @@ class PoolMemory:
     def mapped_by_others(self, mappings: Mapping[int, bytes] | None = None) -> dict[int, list[int]]:
         """Return the chunks that other processes map, and these processes.
 
-        `mappings`: those that `read_mappings` has just returned; None: they are read now.
+        Args:
+            mappings: Those that `read_mappings` has just returned; None: they are read now.
         """
         stat = os.fstat(self._fd)
         inode = f"{_device_in_maps(stat.st_dev)}{stat.st_ino} ".encode()

@@ -27,9 +27,12 @@ _BACKOFF = Backoff(attempts=2, first_s=0.1)
 
 
 class PeerTier(RemoteTier):
-    """`source` and `revision` are those of the model, not of the peer.
+    """A model's files at another node's loader.
 
-    `is_whole`: it has all files; otherwise the weight files only.
+    Attributes:
+        source: Source of the model.
+        revision: Revision of the model.
+        is_whole: The peer has all files; otherwise the weight files only.
     """
 
     def __init__(self, node: str, url: str, token: str, source: str, revision: str, *, is_whole: bool = True) -> None:
@@ -60,7 +63,8 @@ class PeerTier(RemoteTier):
 def same_files(listed: Sequence[TierFile], other: Sequence[TierFile], *, is_whole: bool) -> bool:
     """True if another place lists the same files of the same sizes.
 
-    `is_whole`: all of them, otherwise some.
+    Args:
+        is_whole: It has to list all of them; otherwise some.
     """
     files, found = {(f.name, f.size) for f in listed}, {(f.name, f.size) for f in other}
     return files == found if is_whole else bool(found) and found <= files

@@ -68,7 +68,8 @@ class UnitMemory(Protocol):
     def mapped_by_others(self, mappings: Mapping[int, bytes] | None = None) -> dict[int, list[int]]:
         """Return the pages that other processes map, and these processes.
 
-        `mappings`: what `read_mappings` has just returned; None: they may be read now.
+        Args:
+            mappings: What `read_mappings` has just returned; None: they may be read now.
         """
         ...
 

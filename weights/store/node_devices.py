@@ -22,7 +22,8 @@ class NodeDevices:
     GPUs are opened when they are first used. Each then gets what the others have: the prices of
     reloads, and the connections for copies between devices.
 
-    `known`: the units of weights, which the devices share.
+    Attributes:
+        known: The units of weights, which the devices share.
     """
 
     def __init__(

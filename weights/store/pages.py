@@ -197,7 +197,8 @@ def choose_pages(free_runs: Iterable[Sequence[int]], count: int) -> list[int]:
 def scattered_pages(free_runs: Iterable[Sequence[int]], count: int) -> list[int]:
     """Choose `count` free pages from the shortest runs, which are of least use to units.
 
-    `free_runs`: as of `Store.free_runs`.
+    Args:
+        free_runs: As of `Store.free_runs`.
     """
     return list(itertools.islice(itertools.chain.from_iterable(free_runs), count))
 

@@ -451,7 +451,8 @@ class SeparateDevice:
     def end_audit(self, before: Snapshot, mappings: Mapping[int, bytes] | None = None) -> Audit:
         """Audit the records, and the pages that processes map.
 
-        `mappings`: those read since `begin_audit`, if one reading serves several devices.
+        Args:
+            mappings: Those read since `begin_audit`, if one reading serves several devices.
         """
         return audit_mappings(before, self._memory.mapped_by_others(mappings), self.snapshot())
 

@@ -92,9 +92,13 @@ def _hash(path: Path, _inode: int, _mtime_ns: int, _ctime_ns: int) -> str:
 
 
 def every_rank_of(tier: Tier, directory: Path) -> Checkpoint:
-    """The checked headers of the weight files, of all ranks of a divided model.
+    """Return the checked headers of the weight files, of all ranks of a divided model.
 
-    `directory`: where the small files lie. Raises `CheckpointInvalid`.
+    Args:
+        directory: The directory of the small files.
+
+    Raises:
+        CheckpointInvalid: The headers are invalid.
     """
     if tier.directory is not None:
         return open_every_rank(tier.directory)
@@ -107,9 +111,13 @@ def every_rank_of(tier: Tier, directory: Path) -> Checkpoint:
 
 
 def checkpoint_of(tier: Tier, directory: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
-    """The checked headers of the weight files.
+    """Return the checked headers of the weight files.
 
-    `directory`: where the small files lie. Raises `CheckpointInvalid`.
+    Args:
+        directory: The directory of the small files.
+
+    Raises:
+        CheckpointInvalid: The headers are invalid.
     """
     if tier.directory is not None:
         return open_checkpoint(tier.directory, rank, ranks)

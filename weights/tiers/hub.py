@@ -74,7 +74,8 @@ def open_hub(source: str, backoff: Backoff | None = None) -> Tier:
 class HubTier(RemoteTier):
     """One repository at one commit.
 
-    `listing`: (name, size, SHA-256 where the hub has one).
+    Args:
+        listing: Name, size, and SHA-256 where the hub has one, of each file.
     """
 
     def __init__(self, repo: str, commit: str, listing: list[tuple[str, int, str | None]], backoff: Backoff | None = None) -> None:

@@ -21,7 +21,8 @@ from weights.transfer.striping import StripedTransfer, StripeReader
 class PieceReader(Protocol):
     """Reads pieces into the region, from several threads.
 
-    `stats`: what it has read so far.
+    Attributes:
+        stats: Statistics of the reads so far.
     """
 
     stats: ReadStats

@@ -33,8 +33,9 @@ class Taken:
 class LinkLoad(Protocol):
     """One load on one link. The link calls the methods under its lock.
 
-    `running`: chunks that its threads read now, which it counts itself. `model`: the name of the
-    model, for reports; empty: not known.
+    Attributes:
+        running: Chunks that its threads read now, which it counts itself.
+        model: The name of the model, for reports; empty: not known.
     """
 
     model: str

@@ -12,7 +12,9 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Sampling parameters; neutral values are not applied.
 
-    `top_logprobs`: None: no log-probabilities; 0: those of the sampled token only.
+    Attributes:
+        top_logprobs: Number of log-probabilities per token; 0: that of the sampled token only;
+            None: no log-probabilities.
     """
 
     temperature: float = 1.0

@@ -56,10 +56,11 @@ def build_ready_model(
 ) -> ReadyModel:
     """Make the parts that compute, and compute a few tokens, unless `is_early`.
 
-    `lending`: PCI bus id of the GPU whose pages the KV cache borrows.
-
     The KV cache's bytes per token are measured then, and otherwise follow from the configuration.
     If a model of the same architecture has measured them in this process, nothing is computed.
+
+    Args:
+        lending: PCI bus id of the GPU whose pages the KV cache borrows.
     """
     known = bound.architecture.token_bytes if bound.architecture is not None else None
     causal = start.card.info.task == "generate"

@@ -12,12 +12,13 @@ from shared.model_paths import GGUF_SUFFIX, shards_of
 def model_mounts(source: Path, others: Collection[str] = ()) -> list[str]:
     """Return read-only binds of a model's files, each at its own path.
 
-    `others`: binds of the operator's, which may list a part of the model. The container engine
-    refuses two binds at one path.
-
     The container engine follows the links of a path that it binds, but not those inside a
     directory. In the hub's cache the files of a snapshot are links to blobs: those that it names
     are bound too. Other links are not followed: a model could name any file of the host.
+
+    Args:
+        others: Binds of the operator's, which may list a part of the model. The container engine
+            refuses two binds at one path.
     """
     paths = [source]
     if source.suffix == GGUF_SUFFIX:

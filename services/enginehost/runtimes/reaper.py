@@ -156,7 +156,8 @@ def thaw(files: str) -> None:
 def end(entry: str, files: str, session: tuple[int, int] | None, left: dict[str, int]) -> None:
     """Kill the engine's processes.
 
-    `left`: shared memory of theirs that is known already.
+    Args:
+        left: Shared memory of theirs that is known already.
     """
     deadline = time.monotonic() + _WITHIN_S
     while (found := carrying(entry) + (in_session(*session) if session else [])) and time.monotonic() < deadline:

@@ -25,9 +25,10 @@ _MAX_PARTS = 128
 
 
 class Outline(Protocol):
-    """What stays of a body, in `kept`; the rest is cut out while the body is fed.
+    """The part of a body that is kept, in `kept`; the rest is cut out while the body is fed.
 
-    `marker`: beginning of the markers that stand for `pieces`; empty: there are none.
+    Attributes:
+        marker: Beginning of the markers that stand for `pieces`; empty: there are none.
     """
 
     marker: str

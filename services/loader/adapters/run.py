@@ -157,7 +157,8 @@ class Run:
     def grant(self, chunks: tuple[int, ...] | None, device: str | None = None) -> None:
         """Give the run its chunks; None: it gets none.
 
-        `device`: read what it lacks only.
+        Args:
+            device: Read only what this device lacks.
         """
         if self.granted.done():
             return

@@ -124,7 +124,8 @@ class Runs:
     def grant(self, run: int, chunks: tuple[int, ...] | None, device: str | None = None) -> None:
         """Give chunks to a waiting run; None: it gets none.
 
-        `device`: the run reads what this device lacks only.
+        Args:
+            device: The run reads only what this device lacks.
         """
         if (found := self._runs.get(run)) is not None:
             found.grant(chunks, device)

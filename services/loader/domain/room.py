@@ -38,7 +38,8 @@ Decision = tuple[State, tuple[Effect, ...]]
 def settle(state: State, room: int) -> Decision:
     """Grant chunks to waiting loads, in order of arrival.
 
-    `room`: bytes of memory free at the last measurement.
+    Args:
+        room: Bytes of memory free at the last measurement.
     """
     effects: list[Effect] = []
     for entry in sorted((e for e in state.entries.values() if e.wants), key=lambda e: e.run):

@@ -74,7 +74,8 @@ class Arena:
 class Closing:
     """An arena without holders, being released.
 
-    `replies`: releases to answer then, with the bytes that stay cached.
+    Attributes:
+        replies: Releases to answer then, with the bytes that stay cached.
     """
 
     released_by: str
@@ -151,7 +152,8 @@ class Entry:
 class State:
     """All entries, by their keys.
 
-    `released`: the latest instances that released; their late prepares and attaches are refused.
+    Attributes:
+        released: The latest instances that released; their late prepares and attaches are refused.
     """
 
     entries: Mapping[str, Entry] = field(default_factory=dict)

@@ -42,7 +42,8 @@ class Refusal:
 class Leases:
     """The known content of the bucket.
 
-    `refused`: failed claims by the id of a record unchanged since.
+    Attributes:
+        refused: Failed claims by the id of a record unchanged since.
     """
 
     watched: dict[str, Watched] = field(default_factory=dict)
@@ -63,7 +64,8 @@ class Leases:
     def refuse(self, record: MigrationRecord, now: float, *, away: bool = False) -> None:
         """Record a failed claim.
 
-        `away`: the bucket was unreachable, which is no evidence about the record.
+        Args:
+            away: The bucket was unreachable, which is no evidence about the record.
         """
         there = self.watched.get(record.migration_id)
         if there is not None and there.record == record:

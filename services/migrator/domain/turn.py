@@ -139,8 +139,9 @@ class Turn:
     def end(self, *, lost: bool = False, forget: bool = True) -> None:
         """End the work on this migration.
 
-        `lost`: the record is another owner's. Without `forget` the prepared state stays for the
-        next owner.
+        Args:
+            lost: The record is another owner's.
+            forget: With `lost`, remove the prepared state; otherwise it stays for the next owner.
         """
         if not lost or forget:
             for name in list(self.work.jobs):

@@ -34,8 +34,9 @@ class Booking:
 class Ledger:
     """Budgets in bytes by device, and bookings by instance.
 
-    `units`: what the loader has reported of the units on each separate device. `executors`: bytes
-    of the executors that run.
+    Attributes:
+        units: What the loader has reported of the units on each separate device.
+        executors: Bytes of the executors that run.
     """
 
     budgets: Mapping[str, int]

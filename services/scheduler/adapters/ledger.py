@@ -326,7 +326,8 @@ class Ledger:
 class HeldBatch:
     """Memory held on a node from `start` to `end` (Unix seconds).
 
-    `rows`: byte-seconds by hour, key, model and kind of memory.
+    Attributes:
+        rows: Byte-seconds by hour, key, model and kind of memory.
     """
 
     node: str
@@ -339,9 +340,13 @@ class HeldBatch:
 class _Sum:
     """Sums of one combination of the dimensions.
 
-    `starts`: by the names of `Counts`. `phases`: seconds of starts by phase. `device_s`,
-    `clearing_s`: device-seconds of starts and of clearing by the kind of the device. `byte_s`: by
-    the kind of the memory. `background_us`: computing for no request, by the kind of the device.
+    Attributes:
+        starts: Counts by the names of `Counts`.
+        phases: Seconds of starts by phase.
+        device_s: Device-seconds of starts, by the kind of the device.
+        clearing_s: Device-seconds of clearing, by the kind of the device.
+        byte_s: Byte-seconds by the kind of the memory.
+        background_us: Microseconds of computing for no request, by the kind of the device.
     """
 
     counts: dict[str, int] = field(default_factory=dict)

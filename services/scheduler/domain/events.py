@@ -53,7 +53,8 @@ class ObjectivesReported:
 class NodeStatusReceived:
     """A node's whole status.
 
-    `changed`: the instances that differ from the last one; None: any may.
+    Attributes:
+        changed: The instances that differ from the last one; None: any may.
     """
 
     at: float
@@ -93,9 +94,10 @@ class CommandAccepted:
 class AddModelsRequested:
     """Register models.
 
-    `infos`: what a loader read of each spec whose source is new or changed, by name. `replace`: a
-    registered model may get another source. `before`: registered specs that the new ones were made
-    from.
+    Attributes:
+        infos: What a loader read of each spec whose source is new or changed, by name.
+        replace: A registered model may get another source.
+        before: Registered specs that the new ones were made from.
     """
 
     at: float

@@ -72,7 +72,8 @@ class SeparateLoader:
     async def until_copied(self, *units: int, read: int = 0) -> LoaderStatus:
         """Wait until the devices have had so many units copied to them.
 
-        `read`: units read from the source by loads that are over; they count when a load ends.
+        Args:
+            read: Units read from the source by loads that are over; they count when a load ends.
         """
 
         def found(status: LoaderStatus) -> bool:
@@ -102,7 +103,9 @@ async def separate_loader(
 ) -> AsyncIterator[SeparateLoader]:
     """Run a loader that checks every reused and copied unit.
 
-    `devices`: as THAW_DEVICES. `cache_bytes`: of its SSD cache, under `home`.
+    Args:
+        devices: Separate devices, in the syntax of THAW_DEVICES.
+        cache_bytes: Size of its SSD cache, under `home`.
     """
     async with connected_mesh(server, PatientMesh) as mesh:
         loader = SeparateLoader(mesh, node)

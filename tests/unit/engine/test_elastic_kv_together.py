@@ -225,8 +225,9 @@ def drawn(draw: random.Random) -> tuple[list[list[Request]], deque[Load]]:
 def test_every_request_ends_and_pages_are_conserved(seed: int, on_gpu: bool) -> None:
     """The device has what is booked: all floors, the weights, and one cache's growth (ADR 0056).
 
-    `on_gpu`: it has more pages, which the lender must not lend, as engines have booked them for
-    other memory (ADR 0107).
+    Args:
+        on_gpu: It has more pages, which the lender must not lend, as engines have booked them for
+            other memory (ADR 0107).
     """
     draw = random.Random(seed)
     work, coming = drawn(draw)

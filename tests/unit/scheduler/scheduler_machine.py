@@ -63,7 +63,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def settle(self, *, serves: bool) -> None:
         """Let every start succeed and every stop finish.
 
-        `serves`: each ready instance has a request.
+        Args:
+            serves: Each ready instance has a request.
         """
         for agent in self.w.agents.values():
             for r in agent.instances.values():

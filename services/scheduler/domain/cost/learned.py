@@ -22,7 +22,9 @@ ROOM = 0.5
 class Parameter:
     """A learned value.
 
-    `error`: mean absolute error of its predictions, in the same unit. `count` 0: a prior.
+    Attributes:
+        error: Mean absolute error of its predictions, in the same unit.
+        count: Number of measurements; 0: the value is a prior.
     """
 
     value: float

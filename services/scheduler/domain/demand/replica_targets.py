@@ -14,8 +14,9 @@ from shared.contracts.demand import OVERCOMMIT
 class ScaleUp:
     """One more instance that a model needs.
 
-    `since`: arrival of the longest-waiting request. `first_message_at`: when the scheduler first
-    received that demand.
+    Attributes:
+        since: Arrival of the longest-waiting request.
+        first_message_at: When the scheduler first received that demand.
     """
 
     model: Model

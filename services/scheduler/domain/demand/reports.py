@@ -79,7 +79,9 @@ def _keep(tx: Transaction, name: str, gateways: tuple[GatewayDemand, ...]) -> No
 def expire_demand(tx: Transaction, due: float) -> None:
     """Remove the demand of gateways that no longer repeat it.
 
-    `due`: the time of the tick. While it waited for its decision, messages of gateways waited too.
+    Args:
+        due: The time of the tick. While it waited for its decision, messages of gateways waited
+            too.
     """
     for known in list(tx.state.demand.values()):
         fresh = tuple(g for g in known.gateways if due - g.last_message_at <= tx.policy.demand_lost_after_s)

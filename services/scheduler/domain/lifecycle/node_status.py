@@ -254,7 +254,8 @@ def expire_silent_nodes(tx: Transaction, due: float) -> None:
 
     A loader without a known nodeagent is removed after a day too.
 
-    `due`: the time of the tick. While it waited for its decision, messages of nodes waited too.
+    Args:
+        due: The time of the tick. While it waited for its decision, messages of nodes waited too.
     """
     for presence in list(tx.state.presence.values()):
         if not presence.alive and due - presence.last_message_at > tx.policy.node_forgotten_after_s:

@@ -28,7 +28,8 @@ Excludes = Callable[[Booking], str]
 def placement_rule(state: ClusterState, model: Model, *, spread: bool = False) -> Excludes | None:
     """Return the check of devices for the model; None: no rule applies.
 
-    `spread`: as if the model had the spread rule.
+    Args:
+        spread: As if the model had the spread rule.
     """
     rules = model.card.spec.placement
     if spread and not rules.spread:

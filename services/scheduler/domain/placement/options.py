@@ -44,8 +44,10 @@ Shortfalls = tuple[tuple[str, int], ...]
 class FeasiblePlacement(NamedTuple):
     """An option with what its execution and its record need.
 
-    `shortfalls`: the devices that its victims clear, each with the bytes that they have to free
-    there. `moves`: the suspended instance `resume` is restored onto another device than it had.
+    Attributes:
+        shortfalls: The devices that its victims clear, each with the bytes that they have to free
+            there.
+        moves: The suspended instance `resume` is restored onto another device than it had.
     """
 
     option: Option

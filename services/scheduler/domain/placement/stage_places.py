@@ -33,7 +33,9 @@ CLEARED = 8
 class StagePlace(NamedTuple):
     """A device that a stage can have.
 
-    `prediction`: of the stage alone on its node. `sharing`: the instances and stages that stay.
+    Attributes:
+        prediction: Prediction for the stage alone on its node.
+        sharing: The instances and stages that stay on the device.
     """
 
     booking: Booking

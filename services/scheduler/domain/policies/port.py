@@ -23,7 +23,9 @@ Capability = Literal["sleep", "suspend", "reuse", "peer_copy", "pipeline", "pree
 class Ask:
     """A model that needs an instance.
 
-    `waited_s`: of its longest-waiting request. `is_heavy`: swapping slows it down (Torpor §4.4).
+    Attributes:
+        waited_s: Seconds that its longest-waiting request has waited.
+        is_heavy: Swapping slows it down (Torpor §4.4).
     """
 
     model: str
@@ -210,8 +212,9 @@ class Usage:
 class Demand:
     """The load of a model's instances.
 
-    `window_requests`: arrivals in the last sliding window; `peak_requests`: in the fullest recent
-    one.
+    Attributes:
+        window_requests: Arrivals in the last sliding window.
+        peak_requests: Arrivals in the fullest recent window.
     """
 
     model: str

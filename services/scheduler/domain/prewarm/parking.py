@@ -156,7 +156,8 @@ def find_free_devices(state: ClusterState, now: float, policy: Policy) -> list[F
 def park_obstacle(rooms: FreeDevices, card: ModelCard, need: int, excludes: Excludes | None) -> str:
     """Return why the model is not parked on these devices; empty: it can be.
 
-    `need`: bytes on all of them together.
+    Args:
+        need: Bytes on all of them together.
     """
     each = -(-need // len(rooms))
     for r in rooms:

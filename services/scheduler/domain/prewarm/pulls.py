@@ -97,7 +97,8 @@ def advance_pulls(tx: Transaction) -> None:
 def end_lost_pulls(tx: Transaction, due: float) -> None:
     """End the pulls whose loaders are silent for too long.
 
-    `due`: the time of the tick. While it waited for its decision, messages of loaders waited too.
+    Args:
+        due: The time of the tick. While it waited for its decision, messages of loaders waited too.
     """
     for pull in [p for p in tx.state.pulls.values() if not p.is_over]:
         loader = tx.state.loaders.get(pull.node)

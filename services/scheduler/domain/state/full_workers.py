@@ -14,9 +14,12 @@ from services.scheduler.domain.values import value
 class FullWorker:
     """Memory of a device that is promised to the instance that replaces a group there.
 
-    `group`: the first stage of the group. `reserve_bytes`: of the whole instance, in addition to
-    the memory of the stage on the device. `used_by`: the instance that has this memory now; None:
-    no instance has it, and it counts as claimed.
+    Attributes:
+        group: The first stage of the group.
+        reserve_bytes: Bytes for the whole instance, in addition to the memory of the stage on the
+            device.
+        used_by: The instance that has this memory now; None: no instance has it, and it counts as
+            claimed.
     """
 
     group: str

@@ -68,7 +68,8 @@ class PairTimes:
 class MigrationTimes:
     """Learned times of one model: seconds for each recomputed token (a), and for each round (b).
 
-    `pairs`: those of pairs of nodes, the newest last.
+    Attributes:
+        pairs: The times of pairs of nodes, the newest last.
     """
 
     model: str

@@ -211,8 +211,9 @@ class LaterStage:
 class Delivery:
     """The last start or resume command that this leader sent for an instance or stage.
 
-    `answered_at`: time of its acceptance or refusal; None: it waits behind other commands for the
-    node, or its node has not answered.
+    Attributes:
+        answered_at: Time of its acceptance or refusal; None: it waits behind other commands for the
+            node, or its node has not answered.
     """
 
     instance_id: str
@@ -397,7 +398,8 @@ class ParkFailures:
 class ConsolidationFailures:
     """Failed attempts in a row to make a pipeline group of a model one instance (ADR 0062).
 
-    `failed_devices`: the devices of those starts, as node/device.
+    Attributes:
+        failed_devices: The devices of those starts, as node/device.
     """
 
     model: str

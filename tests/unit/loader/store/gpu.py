@@ -29,8 +29,9 @@ class Gpus:
 
     `tests.gpu.real_gpus` has one with real GPUs.
 
-    `reuse_pages`: pages of units without an instance that may stay on each; None: all. `lends_kv`:
-    the stores lend pages.
+    Args:
+        reuse_pages: Pages of units without an instance that may stay on each; None: all.
+        lends_kv: The stores lend pages.
     """
 
     def __init__(

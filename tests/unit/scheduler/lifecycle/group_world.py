@@ -18,7 +18,8 @@ BUDGET = 500 * MIB
 def make(nodes: int = 3, budget: int = BUDGET, stages: int = STAGES, ranks: int = 1, **options: Any) -> World:
     """Return a world of nodes with one device of `budget` bytes, and a model in stages.
 
-    `ranks`: those that its files are divided for.
+    Args:
+        ranks: Those that its files are divided for.
     """
     w = World()
     for n in range(nodes):

@@ -132,7 +132,11 @@ async def tapped(node: Node) -> AsyncIterator[Tap]:
 
 
 async def measure_starts(node: Node, model: Path, rounds: int, tap: Tap | None = None) -> dict[str, float]:
-    """Measure starts of one model, both ways in each round. `tap`: records the attaches."""
+    """Measure starts of one model, both ways in each round.
+
+    Args:
+        tap: Records the attaches.
+    """
     cards = {way: await node.card(model, way) for way in WAYS}
     found: dict[str, list[Measured]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):

@@ -303,7 +303,11 @@ class KvLease:
     # -- sending, with the lock --------------------------------------------------------------------
 
     def _send_demand(self, most: int | None = None) -> None:
-        """Send the demand. `most`: ask for no more than this for now; None: for all."""
+        """Send the demand.
+
+        Args:
+            most: Largest number of pages to ask for now; None: all.
+        """
         if self._file:
             self._number += 1
             earlier = sum(c.file != self._file for c in self._claims)

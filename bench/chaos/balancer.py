@@ -23,7 +23,11 @@ _CHUNK_BYTES = 65536
 
 
 class Balancer:
-    """Runs in a thread of its own until `close`. `port`: where it listens on loopback."""
+    """Runs in a thread of its own until `close`.
+
+    Attributes:
+        port: Port on which it listens on loopback.
+    """
 
     def __init__(self, gateways: dict[str, int]) -> None:
         """

@@ -59,8 +59,10 @@ class Job:
 class Answer:
     """The result of one request.
 
-    `error` None: an answer. `tokens` 0: not reported by the engine. `gateway`: the one that had the
-    connection.
+    Attributes:
+        tokens: Number of tokens; 0: the engine did not report it.
+        error: The reason why there is no response; None: there is one.
+        gateway: The gateway that had the connection.
     """
 
     text: str = ""

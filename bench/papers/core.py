@@ -125,8 +125,10 @@ Measure = Callable[[Outcome], Figures]
 class Case:
     """One simulated set-up.
 
-    `label` distinguishes it within its experiment; `everywhere`: every node's disk holds every
-    model that fits. Not `consolidated`: pipelines stay pipelines.
+    Attributes:
+        label: Distinguishes it within its experiment.
+        everywhere: Every node's disk has every model that fits.
+        consolidated: Pipelines become single instances; otherwise they stay pipelines.
     """
 
     label: tuple[tuple[str, str], ...]

@@ -89,7 +89,11 @@ def runtime(system: str, start: Startup, cached: bool, gather: float = c.GATHER.
 
 
 def first_test_bed(kind: str, system: str, slower: float = 1.0, cached: bool = False) -> ClusterFile:
-    """Return test bed (i), with the four servers of one kind alone. `slower`: as for `startup`."""
+    """Return test bed (i), with the four servers of one kind alone.
+
+    Args:
+        slower: As for `startup`.
+    """
     group = nodes(kind, 4, 1 if kind == "a10" else 4, c.NETWORK.value, c.HOST_GB[kind])
     return ClusterFile(nodes=(group,), runtime=runtime(system, startup(system, [kind], slower), cached))
 

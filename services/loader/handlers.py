@@ -428,7 +428,11 @@ class Loader:
     # -- out ---------------------------------------------------------------------------------------
 
     def status(self, shared: Shared) -> LoaderStatus:
-        """Return the loader's status. `shared`: files on this host's disk."""
+        """Return the loader's status.
+
+        Args:
+            shared: Files on this host's disk.
+        """
         self.changed.clear()
         if self._expectations is not None:
             self._expectations.expire()

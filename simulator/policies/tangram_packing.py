@@ -30,8 +30,10 @@ from dataclasses import dataclass, field
 class Region:
     """A memory region.
 
-    `key` empty: free. `fixed`: a tensor of an active model, or KV blocks. `cost`: Eq. 2's of
-    evicting it.
+    Attributes:
+        key: The tensor in it; empty: free.
+        fixed: It has a tensor of an active model, or KV blocks.
+        cost: Cost of evicting it, by Eq. 2.
     """
 
     size: int

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request. `at`: seconds from the start."""
+    """A request.
+
+    Attributes:
+        at: Seconds from the start of the workload.
+    """
 
     at: float
     model: str

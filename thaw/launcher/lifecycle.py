@@ -141,7 +141,11 @@ Effect = Launch | Terminate | Abort | Kill | Finished
 
 @dataclass(frozen=True)
 class Mesh:
-    """The services of a mesh, by name. `stopping`: all of them shall stop."""
+    """The services of a mesh, by name.
+
+    Attributes:
+        stopping: All of them shall stop.
+    """
 
     services: dict[str, Service] = field(default_factory=dict)
     stopping: bool = False

@@ -68,7 +68,11 @@ class CudaVirtualMemory:
         self._call(self._cu.cuMemSetAccess, address, nbytes, [access], 1)
 
     def _properties(self, device: int, *, exportable: bool = True) -> Any:
-        """Return the properties of memory on the device. `exportable`: by descriptor."""
+        """Return the properties of memory on the device.
+
+        Args:
+            exportable: Other processes can import it by descriptor.
+        """
         found = self._cu.CUmemAllocationProp()
         found.type = self._cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         found.location = self._location(device)

@@ -37,9 +37,11 @@ DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float1
 def check_small_files(directory: Path, present: Collection[str], *, trust_remote_code: bool) -> tuple[Architecture, bytes]:
     """Return the architecture in config.json, and its bytes.
 
-    The tokenizer must be present. `present`: names of the model's files.
+    The tokenizer must be present. Raises `CheckpointInvalid`, `UnsupportedArchitecture` or
+    `InvalidModel`.
 
-    Raises `CheckpointInvalid`, `UnsupportedArchitecture` or `InvalidModel`.
+    Args:
+        present: Names of the model's files.
     """
     for name in _SMALL & set(present):
         check_inside(directory, directory / name)

@@ -33,9 +33,10 @@ Read = Callable[[int, int], bytes]
 class TensorEntry:
     """One tensor of a file.
 
-    `offset` counts bytes from the start of the file; tied tensors have the same. `sha256` of its
-    bytes, in hex, is known of converted checkpoints only, else empty. `cut`: the entry is a range
-    of the tensor, for one rank.
+    Attributes:
+        offset: Bytes from the start of the file; tied tensors have the same.
+        sha256: SHA-256 of its bytes in hex; empty except in converted checkpoints.
+        cut: The entry is a range of the tensor, for one rank.
     """
 
     name: str

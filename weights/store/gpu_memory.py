@@ -49,7 +49,10 @@ class GpuMemory:
     has_runs = False
 
     def __init__(self, driver: CudaDriver, virtual_memory: VirtualMemory, index: int, pins: Pins) -> None:
-        """Use the device `index`. `pins`: page-locked host memory.
+        """Use the device `index`.
+
+        Args:
+            pins: Page-locked host memory.
 
         Raises:
             DeviceFailed: The device cannot export memory, or only in units that are no part of a

@@ -74,7 +74,11 @@ class UnitMemory(Protocol):
         ...
 
     def close(self, *, unlink: bool = False) -> None:
-        """Close the memory. `unlink`: no process maps it."""
+        """Close the memory.
+
+        Args:
+            unlink: No process maps it.
+        """
         ...
 
 

@@ -83,9 +83,11 @@ class Answer:
 class HttpClient:
     """Connections to any hosts, kept between requests.
 
-    `headers` go to the origin of each request only, never along a redirect to another host. TLS
-    trusts the system's authorities, or those of SSL_CERT_FILE / SSL_CERT_DIR. `direct`: through no
-    proxy.
+    TLS trusts the system's authorities, or those of SSL_CERT_FILE / SSL_CERT_DIR.
+
+    Args:
+        headers: Sent to the origin of each request only, never along a redirect to another host.
+        direct: Use no proxy.
     """
 
     def __init__(self, headers: Mapping[str, str] | None = None, patience: Patience | None = None, *, direct: bool = False) -> None:

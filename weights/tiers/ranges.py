@@ -25,7 +25,11 @@ _REFUSED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.
 
 
 class Retry(Exception):
-    """This attempt failed, the next one may not. `asked`: the server's Retry-After."""
+    """This attempt failed, the next one may not.
+
+    Attributes:
+        asked: Value of the server's Retry-After; None: it sent none.
+    """
 
     def __init__(self, why: str, asked: str | None = None) -> None:
         super().__init__(why)
@@ -36,12 +40,15 @@ class Retry(Exception):
 class RemoteFile:
     """One file behind `url()`, which may sign at each call.
 
-    `where` names it in messages.
-
-    `size` and `validator` (an ETag or Last-Modified) hold for every answer; None: whatever the
-    first answer says. `headers`: of the first answer. `key`: for the store that the file is in.
     `renew()` makes `url()` sign again; it returns False if the signature is new.
-    `whole_only`: the server has shown that it knows no ranges.
+
+    Attributes:
+        where: Name of the file in messages.
+        size: Bytes of every answer; None: those of the first answer.
+        validator: ETag or Last-Modified of every answer; None: that of the first answer.
+        headers: Headers of the first answer.
+        key: Key of the file in its store.
+        whole_only: The server has shown that it knows no ranges.
     """
 
     url: Callable[[], str]

@@ -72,8 +72,9 @@ _L = TypeVar("_L", bound=LinkLoad)
 class Transfer:
     """One load with one source.
 
-    `read` is called with each piece, from the link's threads; the first error ends the load.
-    `model`: as in `LinkLoad`.
+    Attributes:
+        read: Called with each piece, from the link's threads; the first error ends the load.
+        model: As in `LinkLoad`.
     """
 
     pieces: Sequence[Piece]

@@ -37,8 +37,10 @@ class Piece:
 def cut(layout: Layout, piece_bytes: int = CHUNK_BYTES, *, remote: bool = False) -> tuple[Piece, ...]:
     """Return the pieces of all weight files, in the segment's order.
 
-    No piece crosses a chunk's border or is longer than `piece_bytes` (whole pages). `remote`: each
-    piece costs a request, so the last ones are not smaller.
+    No piece crosses a chunk's border or is longer than `piece_bytes` (whole pages).
+
+    Args:
+        remote: Each piece costs a request, so the last ones are not smaller.
     """
     found: list[Piece] = []
     tail = layout.total_bytes - TAIL_BYTES

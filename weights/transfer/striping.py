@@ -26,7 +26,11 @@ _TICK_S = 0.05
 
 
 class SourceFailed(Exception):
-    """A source failed, and others may have the same bytes. `error`: that of the source."""
+    """A source failed, and others may have the same bytes.
+
+    Attributes:
+        error: The error of the source.
+    """
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -37,7 +41,9 @@ class SourceFailed(Exception):
 class Fetched:
     """A piece that was read.
 
-    `copy` has its bytes; None: they are in the segment. `from_source`: not from this host's disk.
+    Attributes:
+        copy: The bytes; None: they are in the segment.
+        from_source: It was read from the source, not from this host's disk.
     """
 
     copy: memoryview | None

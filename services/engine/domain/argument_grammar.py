@@ -37,7 +37,11 @@ def json_rule(schema: Mapping[str, Any], *, is_compact: bool = False) -> str:
 
 @dataclass(frozen=True)
 class MarkedText:
-    """Writes texts whose markers may be special tokens. `special`: their ids."""
+    """Writes texts whose markers may be special tokens.
+
+    Attributes:
+        special: Token ids of the markers that are special tokens, by marker.
+    """
 
     special: Mapping[str, int]
 

@@ -18,7 +18,11 @@ Mode = Literal["none", "auto", "required"]
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. `schema`: of its arguments."""
+    """A function that the model may call.
+
+    Attributes:
+        schema: JSON schema of its arguments.
+    """
 
     name: str
     schema: dict[str, Any]

@@ -75,10 +75,14 @@ class PrepareOrder:
 class PreparedSequence:
     """One sequence.
 
-    Its last token is left to the request, which needs the logits after it. Keys and values up to
-    `written` may be in memory; those of the first `computed` tokens are complete. `choice` is that
-    of a sequence that was retained. `ends` has the tokens of each layer, while they are received.
-    `caused_by`: as of its order; None: it was not ordered.
+    Its last token is left to the request, which needs the logits after it.
+
+    Attributes:
+        computed: Number of tokens whose keys and values are complete.
+        written: Number of tokens whose keys and values may be in memory.
+        choice: Choice of a sequence that was retained.
+        ends: Number of tokens of each layer, while they are received.
+        caused_by: As in its order; None: it was not ordered.
     """
 
     tokens: tuple[int, ...]

@@ -30,10 +30,14 @@ _NO_MASKS: Mapping[int, torch.Tensor] = {}
 class Sequence:
     """One sequence.
 
-    `state` has keys and values of the first `computed` tokens. `unsent` is text to send with the
-    next token. `preemptions` counts how often it lost them while it ran. `received` is the number
-    of tokens that were computed for it; recomputed ones count once. `recomputes`: who caused the
-    migration after which its tokens are computed again (`StepCosts`); None: none did.
+    Attributes:
+        computed: Number of tokens whose keys and values are in `state`.
+        state: Keys and values of the first `computed` tokens.
+        unsent: Text to send with the next token.
+        preemptions: How often the sequence lost its keys and values while it ran.
+        received: Number of tokens that were computed for it; recomputed ones count once.
+        recomputes: Who caused the migration after which its tokens are computed again
+            (`StepCosts`); None: none did.
     """
 
     key: int

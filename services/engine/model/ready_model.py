@@ -28,8 +28,9 @@ from shared.errors import EngineFailed, InsufficientMemory
 class ReadyModel:
     """A model that is ready to compute.
 
-    `runner` is None for models that only embed. `kv_memory`: memory of the KV cache, in pages that
-    a GPU lends; None: torch allocates it.
+    Attributes:
+        runner: Generates; None for models that only embed.
+        kv_memory: Memory of the KV cache, in pages that a GPU lends; None: torch allocates it.
     """
 
     runner: Runner | None

@@ -260,7 +260,13 @@ class Dispatcher:
     # Events of the mesh.
 
     def on_status(self, status: NodeStatus, now: float, changed: frozenset[str] | None = None) -> None:
-        """Apply a node's status; `changed`: the instances that differ from the last, or None."""
+        """Apply a node's status.
+
+        Args:
+            status: The whole status.
+            now: Monotonic seconds.
+            changed: The instances that differ from the last status; None: any may.
+        """
         for model in self.routes.on_status(status, now, changed):
             self._pump(model, now)
 

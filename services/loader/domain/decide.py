@@ -57,7 +57,11 @@ Decision = tuple[State, tuple[Effect, ...]]
 
 
 def decide(state: State, event: Event, now: float) -> Decision:
-    """Return the state after `event`, and the effects. `now`: monotonic seconds."""
+    """Return the state after `event`, and the effects.
+
+    Args:
+        now: Monotonic seconds.
+    """
     match event:
         case Prepare() | Attach():
             return _request_weights(state, event, now)

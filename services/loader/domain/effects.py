@@ -80,7 +80,10 @@ class Vacate:
 class OpenArena:
     """Copy the run's bytes to `device` as they are loaded, those loaded already first.
 
-    `CopiedToDevice` follows. `opened_for`: the holders that wait for it, later ones excluded.
+    `CopiedToDevice` follows.
+
+    Attributes:
+        opened_for: The holders that wait for it, without later ones.
     """
 
     weights_id: str

@@ -50,7 +50,11 @@ class Attach:
 
 @dataclass(frozen=True)
 class Release:
-    """A holder releases its weights. `keep`: they may stay cached without a holder."""
+    """A holder releases its weights.
+
+    Attributes:
+        keep: They may stay cached without a holder.
+    """
 
     reply: int
     instance_id: str
@@ -240,7 +244,11 @@ class Adopted:
 
 @dataclass(frozen=True)
 class Idle:
-    """No load was in progress for a while. `room`: bytes of free memory."""
+    """No load was in progress for a while.
+
+    Attributes:
+        room: Bytes of free memory.
+    """
 
     room: int
 

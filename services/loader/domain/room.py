@@ -157,7 +157,11 @@ def evict(state: State, entry: Entry, keep: int = 0) -> Decision:
 
 
 def reclaim(state: State, entry: Entry, keep: int = 0, *, notify: bool = False) -> Decision:
-    """Reclaim the chunks of `entry`. `notify`: report `Reclaimed` too."""
+    """Reclaim the chunks of `entry`.
+
+    Args:
+        notify: Report `Reclaimed` too.
+    """
     table = chunks.doom(state.chunks, entry.run, keep)
     gone = table.doomed[entry.run]
     weights_id = entry.weights_id if notify else None

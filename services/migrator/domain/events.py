@@ -74,7 +74,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The work ends here. `lost`: another owner continues it."""
+    """The work ends here.
+
+    Attributes:
+        lost: Another owner continues it.
+    """
 
     record: MigrationRecord
     lost: bool = False

@@ -82,7 +82,11 @@ class Leases:
 
 
 def refusal(before: Refusal | None, now: float) -> Refusal:
-    """Return the wait after a failed claim; `before`: the wait after the last one."""
+    """Return the wait after a failed claim.
+
+    Args:
+        before: The wait after the last one.
+    """
     wait = min(2 * before.wait, LONGEST_REFUSED_S) if before is not None else REFUSED_S
     return Refusal(now + wait, wait)
 

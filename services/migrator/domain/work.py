@@ -32,7 +32,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An open question. `again_at`: when to repeat it after a transient failure."""
+    """An open question.
+
+    Attributes:
+        again_at: When to repeat it after a transient failure.
+    """
 
     ask: Ask
     since: float

@@ -21,8 +21,12 @@ class SendStart:
     """Start an instance.
 
     The sender computes the schedule and reserve phases from `requested_at` and `planned_at`.
-    `claimed`: victims had to leave between plan and start. `place`, `layers`: it is a stage
-    of a group on several nodes; the sender adds the group's secret to the command.
+
+    Attributes:
+        claimed: Victims had to leave between plan and start.
+        place: Place of a stage in a group on several nodes; the sender then adds the group's secret
+            to the command.
+        layers: Layers of such a stage.
     """
 
     node: str

@@ -135,7 +135,9 @@ class SleepRequested:
 class PullRequested:
     """Bring the weights of a model to a tier of a node.
 
-    `node` None: the scheduler chooses. `request_id`: the same in repetitions; empty: none.
+    Attributes:
+        node: Name of the node; None: the scheduler chooses.
+        request_id: Id that repetitions of the request share; empty: none.
     """
 
     at: float

@@ -44,7 +44,12 @@ async def guarded(node: FakeNode, scheduler: Scheduler, serve: ServeFn) -> Async
 
 
 async def until_listed_with(served: Served, key: str) -> None:
-    """Wait until the gateway has read every card. `key`: one that may list models."""
+    """Wait until the gateway has read every card.
+
+    Args:
+        served: The gateway.
+        key: An API key that may list models.
+    """
 
     async def listed() -> bool:
         answer = await served.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})

@@ -30,7 +30,13 @@ from weights.store.units import PAGE_BYTES
 
 
 def write_model(directory: Path, seeds: Iterable[int], *, hashed: bool = True) -> Path:
-    """Write a checkpoint of one page-sized tensor for each seed; `hashed`: convert it."""
+    """Write a checkpoint of one page-sized tensor for each seed.
+
+    Args:
+        directory: Gets the checkpoint.
+        seeds: Seeds of the tensors.
+        hashed: Convert the checkpoint, so that its index has hashes.
+    """
     weights = {f"t{i}": np.random.default_rng(seed).random(PAGE_BYTES // 4, dtype=np.float32) for i, seed in enumerate(seeds)}
     write_checkpoint(directory / "original", weights)
     if not hashed:

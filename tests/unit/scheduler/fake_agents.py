@@ -82,7 +82,10 @@ class Agent:
     def reserved(self, device_id: str, more: StartInstance | None = None) -> int:
         """Return the bytes reserved on that device; instances spread evenly over devices.
 
-        Weights that instances of a separate device share count once. `more`: with it too.
+        Weights that instances of a separate device share count once.
+
+        Args:
+            more: An instance that is counted too.
         """
         on_it = [r for r in self.instances.values() if device_id in r.command.device_ids and r.reserved]
         nbytes = sum(r.reserved // len(r.command.device_ids) for r in on_it)

@@ -166,7 +166,11 @@ class Forecast:
         return found.phases, found.ms
 
     def predict(self, b: Booking, *, leaving: bool) -> Prediction:
-        """Return the prediction for a device; `leaving`: victims must leave first."""
+        """Return the prediction for a device.
+
+        Args:
+            leaving: Victims must leave first.
+        """
         special = b.node in self.known_nodes or (
             self._now is not None and self._state.links_busy_until.get(b.node, 0.0) > self._now
         )

@@ -47,7 +47,11 @@ _BEFORE_READY = (InstanceState.PREPARING, InstanceState.LOADING)
 
 
 def apply_node_status(tx: Transaction, status: NodeStatus, changed: frozenset[str] | None = None) -> None:
-    """Apply a node's status; `changed`: the instances that differ from the last one, or None."""
+    """Apply a node's status.
+
+    Args:
+        changed: The instances that differ from the last status; None: any may.
+    """
     previous = tx.state.presence.get(status.node)
     old = previous.status if previous else None
     if previous is None or old is None or not previous.alive:

@@ -217,7 +217,11 @@ def _reload_s(tx: Transaction, i: Instance, owner: Model, b: Booking) -> float:
 def _explain_protected(
     tx: Transaction, i: Instance, owner: Model | None, terms: _Terms, *, wanted: bool, stays: bool
 ) -> str | None:
-    """Return why an instance must stay; None: it may leave. `stays`: while it serves."""
+    """Return why an instance must stay; None: it may leave.
+
+    Args:
+        stays: An instance must stay while it serves.
+    """
     if owner is not None and owner.card.spec.pin:
         return "is pinned"
     if tx.state.inbound_migration(i.instance_id) is not None:

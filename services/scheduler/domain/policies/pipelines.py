@@ -60,8 +60,14 @@ class Times:
 class Scheme:
     """A scheme (s, w, g): the first w of `servers` hold the whole model.
 
-    `ttft` and `tpot` are in seconds. `memory_needs`: memory of all workers over that of one full
-    worker; None: low-memory workers take 1/s each.
+    Attributes:
+        stages: s, the number of stages.
+        full: w, the number of workers that hold the whole model.
+        servers: The servers of the workers.
+        ttft: Time to the first token in seconds.
+        tpot: Time per output token in seconds.
+        memory_needs: Memory of all workers over that of one full worker; None: low-memory workers
+            take 1/s each.
     """
 
     stages: int
@@ -157,7 +163,10 @@ def allocate(
 
     Of the schemes within both objectives the one with the least sharing; of these (the paper does
     not say) the least memory, then the lowest TTFT. If none meets the objectives, one full-memory
-    worker on the best server. `at_least`: stages that become instances of their own (§6.1).
+    worker on the best server.
+
+    Args:
+        at_least: Stages that become instances of their own (§6.1).
     """
     return select(schemes(nbytes, whole, servers, t, overlapped=overlapped), slo_ttft, slo_tpot, at_least=at_least)
 

@@ -199,7 +199,10 @@ class Option:
 class Usage:
     """A function's past against its objective (Torpor §5).
 
-    `total` requests, `met` in time; `percentile`: the share that must be met.
+    Attributes:
+        total: Number of requests.
+        met: Number of requests within the objective.
+        percentile: Share of the requests that must be within the objective.
     """
 
     model: str
@@ -267,7 +270,11 @@ class Scale(Protocol):
 
 @value(frozen=True, slots=True)
 class Profile:
-    """A named policy. `uses`: the capabilities that it uses where the mesh has them."""
+    """A named policy.
+
+    Attributes:
+        uses: The capabilities that it uses where the mesh has them.
+    """
 
     name: str
     order: Order

@@ -191,7 +191,11 @@ class _Sharing:
         is_drained: bool = False,
         is_departing: bool = False,
     ) -> None:
-        """Add the weights of one instance. `is_departing`: it has drained, or is about to."""
+        """Add the weights of one instance.
+
+        Args:
+            is_departing: It has drained, or is about to.
+        """
         if weights is None:
             return
         kept = self._stay if not is_leaving else self._drain if is_drained else self._depart if is_departing else self._leave

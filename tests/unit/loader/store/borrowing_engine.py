@@ -53,7 +53,11 @@ class Engine:
     """An engine's process that borrows."""
 
     def __init__(self, path: Path, floor: int, device: str, bus_id: str | None) -> None:
-        """Borrow. `bus_id`: of a GPU."""
+        """Start an engine that borrows pages.
+
+        Args:
+            bus_id: PCI bus id of a GPU; None: the device is no GPU.
+        """
         arguments = [str(path), str(floor), device, KIND, bus_id or "", str(COUNT)]
         command = [sys.executable, "-c", ENGINE, *arguments]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -128,6 +128,8 @@ def on_resumed(transition: Transition, event: Resumed) -> None:
     instance = transition.find(event.instance_id)
     if instance is None or instance.process is not Process.ALIVE or instance.stop_asked:
         return
+    if _is_unpausing(transition, instance):
+        transition.park(instance, pause_asked=False)
     if instance.state is not InstanceState.RESUMING:
         return
     p = instance.suspend_state
@@ -143,21 +145,33 @@ def on_resumed(transition: Transition, event: Resumed) -> None:
             "fell_back": None,
         }
     instance = instance.model_copy(update={"state": InstanceState.READY, "phase": None, "progress": 1.0, "adopt_until": None})
-    transition.park(instance, freezing=False, resume_requested=False, snapshot_bytes=0, moved_from=(), **more)
+    undone = {"pause_asked": False, "freezing": False, "resume_requested": False, "snapshot_bytes": 0, "moved_from": ()}
+    transition.park(instance, **undone, **more)
     # Reading its memory now would compete with the request that it was resumed for.
     after_s = SETTLED_S if frozen and instance.instance_id not in transition.state.deferred_suspends else 0.0
     transition.emit(Assess(instance.instance_id, after_s), Measure(instance.instance_id, after_s))
 
 
 def on_resume_failed(transition: Transition, event: ResumeFailed) -> None:
-    """End the process; one cold start follows under the same id (`restart`)."""
+    """Handle an engine that does not serve again.
+
+    1. It may be paused, and its instance stayed ready: the routes are withdrawn, and the engine is
+       asked once more.
+    2. Otherwise its process is ended; one cold start follows under the same id (`restart`).
+    """
     instance = transition.find(event.instance_id)
     if instance is None or instance.process is not Process.ALIVE or instance.stop_asked:
         return
-    if instance.state is not InstanceState.RESUMING:
-        return
-    instance = transition.park(instance, fell_back=event.error)
-    termination.kill(transition, instance)
+    if _is_unpausing(transition, instance):  # 1
+        serve_again(transition, instance)
+    elif instance.state is InstanceState.RESUMING:  # 2
+        termination.kill(transition, transition.park(instance, fell_back=event.error))
+
+
+def _is_unpausing(transition: Transition, instance: Instance) -> bool:
+    """True if a ready instance's engine, which may be paused, was asked to serve again."""
+    is_asked_to_pause = instance.instance_id in transition.state.pause_waiters
+    return instance.state is InstanceState.READY and instance.suspend_state.pause_asked and not is_asked_to_pause
 
 
 def restarts(instance: Instance) -> bool:

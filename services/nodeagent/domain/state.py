@@ -82,8 +82,8 @@ class SuspendState(Frozen):
     """The measurements of an instance's suspensions.
 
     Args:
-        pause_asked: The engine was asked to pause if it is idle, and its answer is not known. Set
-            beforehand.
+        pause_asked: The engine was asked to pause if it is idle, and may be paused until it has
+            answered, or serves again. Set beforehand.
         pausing: The engine accepts no new request, and is frozen once idle.
         freezing: True while the instance is being frozen, or is frozen; set beforehand.
         resume_requested: A resume command arrived while it was being frozen.

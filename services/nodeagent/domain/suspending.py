@@ -192,13 +192,16 @@ def on_pause_answered(transition: Transition, event: PauseAnswered) -> None:
             transition.state, pause_waiters={k: a for k, a in transition.state.pause_waiters.items() if k != event.instance_id}
         )
         transition.emit(*(Reply(a.reply, event.error if wanted else None) for a in asks))
-        if instance is not None and instance.suspend_state.pause_asked:
-            instance = transition.park(instance, pause_asked=False)
-        if instance is None or not wanted or instance.state is not InstanceState.READY:
+        if instance is None:
             return
-        if event.error is None and asks:
+        is_ready = wanted and instance.state is InstanceState.READY
+        is_frozen = is_ready and event.error is None and bool(asks)
+        has_to_unpause = is_ready and not is_frozen and (event.error is None or event.error.code in _LOST)  # 4
+        if instance.suspend_state.pause_asked or has_to_unpause:
+            instance = transition.park(instance, pause_asked=has_to_unpause)
+        if is_frozen:
             freeze(transition, instance)
-        elif event.error is None or event.error.code in _LOST:
+        elif has_to_unpause:
             transition.emit(Resume(instance.instance_id, None))
         return
     if instance is None or not wanted or not instance.suspend_state.pausing:

@@ -15,7 +15,7 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import RESERVATION, InstanceState
 from shared.engines.final_charges import FinalCharges
-from shared.errors import EngineFailed, InstanceBusy, InsufficientMemory, NotFound
+from shared.errors import DeadlineExceeded, EngineFailed, InstanceBusy, InsufficientMemory, NotFound, ThawError
 from tests.unit.nodeagent.world import ERROR, POSSIBLE, World, report, resume, start, stop, suspend
 
 READY, DRAINING, SUSPENDED = InstanceState.READY, InstanceState.DRAINING, InstanceState.SUSPENDED
@@ -256,14 +256,18 @@ def test_death_of_a_suspended_engine_releases_its_memory(w: World) -> None:
     assert w.state.snapshot_bytes == 0
 
 
-@pytest.mark.parametrize("is_answered", [False, True])
-def test_a_new_agent_wakes_an_engine_that_may_have_paused(w: World, is_answered: bool) -> None:
+@pytest.mark.parametrize(
+    ("answer", "is_answered"),
+    [(None, False), (DeadlineExceeded("no answer"), False), (InstanceBusy(), True)],
+    ids=["asked", "asked to serve again", "answered"],
+)
+def test_a_new_agent_wakes_an_engine_that_may_have_paused(w: World, answer: ThawError | None, is_answered: bool) -> None:
     """The engine reports that it is ready, and would refuse every request."""
     w.ready()
     effects = w.receive(e.SuspendCommand(suspend(only_if_idle=True), 2))
     assert effects.index(e.Persist("i")) < effects.index(e.PauseEngine("i", only_if_idle=True)), "recorded before it is asked"
-    if is_answered:
-        w.receive(e.PauseAnswered("i", True, InstanceBusy().body()))
+    if answer is not None:
+        w.receive(e.PauseAnswered("i", True, answer.body()))
     new = adopt(w)
     assert (e.Resume("i", None) in new.effects) is not is_answered
     if not is_answered:

@@ -184,8 +184,40 @@ def test_6_engine_whose_answer_is_lost_is_not_left_paused(w: World) -> None:
     effects = w.receive(e.PauseAnswered("i", True, DeadlineExceeded("no answer").body()))
     assert code(effects) == DeadlineExceeded.code
     assert e.Resume("i", None) in effects
-    assert not w.receive(e.Resumed("i", 60))
+    assert w.receive(e.Resumed("i", 60)) == (e.Persist("i"), e.Publish())
     assert w["i"].state is READY
+
+
+def test_6_engine_that_does_not_serve_again_is_asked_once_more_and_replaced(w: World) -> None:
+    """Its instance would stay ready for gateways; the engine refuses every request, or hangs."""
+    w.ready()
+    w.receive(e.SuspendCommand(suspend(only_if_idle=True), 2))
+    w.receive(e.PauseAnswered("i", True, DeadlineExceeded("no answer").body()))
+    effects = w.receive(e.ResumeFailed("i", ERROR))
+    assert w["i"].state is RESUMING, "no route leads to it"
+    assert effects.index(e.Persist("i")) < effects.index(e.Resume("i", None))
+    assert e.Signal("i", "kill") in w.receive(e.ResumeFailed("i", ERROR))
+    assert e.Fork("i") in w.receive(e.EngineExited("i", 7, -9, ERROR))
+
+
+def test_6_engine_that_serves_again_when_asked_once_more_is_ready(w: World) -> None:
+    w.ready()
+    w.receive(e.SuspendCommand(suspend(only_if_idle=True), 2))
+    w.receive(e.PauseAnswered("i", True, DeadlineExceeded("no answer").body()))
+    w.receive(e.ResumeFailed("i", ERROR))
+    w.receive(e.Resumed("i", 60))
+    assert w["i"].state is READY
+    assert not w.receive(e.ResumeFailed("i", ERROR)), "of no resume"
+
+
+def test_6_a_pause_that_follows_a_failed_one_decides(w: World) -> None:
+    """The engine is asked to pause again before its failure to serve again is known."""
+    w.ready()
+    w.receive(e.SuspendCommand(suspend(only_if_idle=True), 2))
+    w.receive(e.PauseAnswered("i", True, DeadlineExceeded("no answer").body()))
+    w.receive(e.SuspendCommand(suspend(only_if_idle=True), 3))
+    assert not w.receive(e.ResumeFailed("i", ERROR))
+    assert e.Suspend("i", "cpu") in w.receive(e.PauseAnswered("i", True))
 
 
 def test_7_a_busy_engine_drains_first_and_is_frozen_when_idle(w: World) -> None:

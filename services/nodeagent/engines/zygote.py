@@ -4,7 +4,7 @@ The zygote has imported the libraries once.
 
 The zygote is detached and outlives this agent; the next agent finds it by its socket. If it dies a
 new one is started; its engines keep running, and their exits are seen through their pidfds, without
-an exit status.
+an exit status. A zygote that does not answer is killed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from shared.contracts.phases import NEW_ZYGOTE
 from shared.enginelog import log_tail
 from shared.environment import without_credentials
 from shared.errors import EngineFailed, from_body
+from shared.tasks import run_within
 
 log = logging.getLogger(__name__)
 MAX_SOCKET_PATH = 107
@@ -40,7 +41,9 @@ _WARM_WITHIN_S = 60.0
 not.
 """
 _START_WITHIN_S = 120.0
+"""A zygote listens, imports its libraries, and then sends its first message."""
 _FORK_WITHIN_S = 60.0
+_ENDS_WITHIN_S = 2.0
 _RESTART_WAITS_S = (0.1, 0.5, 2.0, 5.0)
 _REPORTS_EXITS_WITHIN_S = 10.0
 """A living zygote may not run for seconds on a busy machine."""
@@ -112,37 +115,56 @@ class ZygoteLauncher:
     async def launch(self, start: EngineStart | ExecutorStart) -> int:
         """Fork an engine or executor.
 
-        If the zygote dies meanwhile, the next one gets a second attempt.
+        If the zygote dies meanwhile, or is killed because it does not answer, the next one gets a
+        second attempt.
         """
         for last in (False, True):
             await self._wait_connected()
             try:
                 return await self._fork(start)
-            except (TimeoutError, ConnectionError) as e:
+            except ConnectionError as e:
                 # It may have forked without a reply: then the engine holds its log open.
                 found = await asyncio.to_thread(find_log_writer, Path(start.log_path))
                 if found is not None:
                     return found
-                if last or isinstance(e, TimeoutError):
-                    raise EngineFailed(
-                        f"The zygote did not fork an engine: {str(e) or f'no answer in {_FORK_WITHIN_S:g} s'}"
-                    ) from e
+                if last:
+                    raise EngineFailed(f"The zygote did not fork an engine: {e}") from e
         raise AssertionError("the second attempt returns or raises")
 
     async def _fork(self, start: EngineStart | ExecutorStart) -> int:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._forking[start.instance_id] = future
+        within_s = _FORK_WITHIN_S if self._has_replied else _START_WITHIN_S
         try:
-            assert self._writer is not None
-            self._writer.write(start.model_dump_json().encode() + b"\n")
-            async with asyncio.timeout(_FORK_WITHIN_S):
-                await self._writer.drain()
-                return await future
+            return await run_within(within_s, self._request_fork(start, future))
         except ConnectionError:
             self._connected.clear()  # the reader notices a moment later
             raise
+        except TimeoutError as e:
+            await self._kill_hung(within_s)
+            raise ConnectionResetError(f"no answer in {within_s:g} s") from e
         finally:
             self._forking.pop(start.instance_id, None)
+
+    async def _request_fork(self, start: EngineStart | ExecutorStart, answer: asyncio.Future[int]) -> int:
+        assert self._writer is not None
+        self._writer.write(start.model_dump_json().encode() + b"\n")
+        await self._writer.drain()
+        return await answer
+
+    async def _kill_hung(self, silent_s: float) -> None:
+        """Kill a zygote that does not answer, so that `run` starts another.
+
+        The socket is removed: `run` would connect again to a zygote that does not even end.
+        """
+        pid, writer = self._pid, self._writer
+        assert pid is not None
+        assert writer is not None
+        log.error("the zygote does not answer; starting another", extra={"pid": pid, "silent_s": silent_s})
+        self._connected.clear()
+        self._path.unlink(missing_ok=True)
+        await _end_process(pid, signal.SIGKILL)
+        writer.close()
 
     async def exit_status(self, pid: int, within_s: float) -> int | None:
         """Return the exit status that the zygote reports, or None without a report in time.
@@ -166,21 +188,13 @@ class ZygoteLauncher:
         """No-op: builtin engines consist only of processes."""
 
     async def close(self) -> None:
-        """Send SIGTERM to the zygote, and SIGKILL after two seconds."""
+        """Send SIGTERM to the zygote, and SIGKILL if it does not end."""
         self._closing.set()
         if self._writer is not None:
             self._writer.close()
         if self._pid is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(self._pid)
-            try:
-                signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-                if not await _wait_for_end(descriptor, 2.0):
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                    await _wait_for_end(descriptor, 2.0)
-            finally:
-                os.close(descriptor)
+        await _end_process(self._pid, signal.SIGTERM, signal.SIGKILL)
         if self._process is not None:
             self._process.poll()
         self._path.unlink(missing_ok=True)
@@ -299,6 +313,19 @@ def _zombie_parent(pid: int) -> int | None:
     except (OSError, ValueError):
         return None
     return int(parent) if state == "Z" else None
+
+
+async def _end_process(pid: int, *signals: signal.Signals) -> None:
+    """Send each signal, and wait a bounded time for the end of the process, until it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            for signum in signals:
+                signal.pidfd_send_signal(descriptor, signum)
+                if await _wait_for_end(descriptor, _ENDS_WITHIN_S):
+                    return
+        finally:
+            os.close(descriptor)
 
 
 async def _wait_for_end(pidfd: int, within_s: float) -> bool:

@@ -14,6 +14,7 @@ from typing import cast
 import psutil
 import pytest
 
+from services.nodeagent.engines import zygote
 from services.nodeagent.engines.zygote import ZygoteLauncher
 from shared.contracts.engine import EngineExited, EngineForked, EngineStart, ZygoteFailure
 from shared.contracts.executor import ExecutorStart
@@ -21,7 +22,7 @@ from shared.contracts.node import InstanceState
 from shared.contracts.phases import NEW_ZYGOTE
 from shared.errors import InvalidRequest
 from shared.tasks import end
-from tests.integration.nodeagent.harness import ZYGOTE, Node, begin_request, gone, running_node
+from tests.integration.nodeagent.harness import ZYGOTE, Node, begin_request, card, gone, running_node
 from tests.support.servers import NatsServer
 
 READY, STOPPED, FAILED = InstanceState.READY, InstanceState.STOPPED, InstanceState.FAILED
@@ -155,6 +156,41 @@ async def test_exit_status_is_awaited_while_its_zygote_is_connected(tmp_path: Pa
                 assert zygotes._writer is not None
                 zygotes._writer.close()
                 await closed.wait()
+
+
+async def test_zygote_that_hangs_is_killed_and_another_one_forks(
+    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zygote, "_FORK_WITHIN_S", 3.0)
+    starts = [
+        EngineStart(
+            instance_id=f"hung-{n}",
+            node="hung",
+            card=card(),
+            device="cpu:0",
+            kv_bytes=0,
+            log_path=str(tmp_path / f"{n}.log"),
+            environment={"THAW_NATS_URL": nats_server.url},
+        )
+        for n in range(2)
+    ]
+    engines: list[psutil.Process] = []
+    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
+        zygotes = ZygoteLauncher(Path(directory) / "z", tmp_path / "zygote.log", {}, "tests.support.stub_zygote")
+        running = asyncio.create_task(zygotes.run())
+        try:
+            async with asyncio.timeout(60):
+                await zygotes.until_warm()
+            hung = psutil.Process(zygotes._pid)
+            hung.suspend()
+            engines += map(psutil.Process, await asyncio.gather(*map(zygotes.launch, starts)))
+            assert await gone(hung.pid)
+            assert {zygote_of(engine.pid).pid for engine in engines} == {zygotes._pid}
+        finally:
+            for engine in engines:
+                engine.kill()
+            await zygotes.close()
+            await asyncio.wait_for(running, 60)
 
 
 async def test_a_start_that_an_older_zygote_cannot_decode_fails(tmp_path: Path) -> None:

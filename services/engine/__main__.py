@@ -1,6 +1,6 @@
 """Run an engine or executor without a zygote: `python -m services.engine SPEC.json`.
 
-The file holds an `EngineStart` or `ExecutorStart` as JSON.
+The file holds an `EngineStart` or `ExecutorStart` as JSON, and is removed once it has been read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from services.engine.process import end_process, import_libraries, prepare_environment, run_engine_process
 from shared.contracts.executor import PROCESS_START
 from shared.imports import uncollected_imports
+from shared.start_files import take_start_file
 
 
 def main() -> int:
@@ -22,7 +23,7 @@ def main() -> int:
         sys.stderr.write("usage: python -m services.engine SPEC.json\n")
         return 2
     try:
-        start = PROCESS_START.validate_json(Path(sys.argv[1]).read_bytes())
+        start = PROCESS_START.validate_json(take_start_file(Path(sys.argv[1])))
     except (OSError, ValidationError) as e:
         sys.stderr.write(f"engine: {sys.argv[1]}: {e}\n")
         return 2

@@ -1,7 +1,7 @@
 """Entry points of an engine host.
 
 - `python -m services.enginehost SPEC.json` hosts one engine; the file holds an `EngineStart` as
-  JSON.
+  JSON, and is removed once it has been read.
 - `python -m services.enginehost --spare ENGINE` is a spare host: it starts an interpreter of the
   engine and imports its modules. Then it hosts the `EngineStart` that it reads from standard input
   as one line of JSON.
@@ -35,6 +35,7 @@ from shared.contracts.engines import Engine
 from shared.errors import ThawError
 from shared.processes import mark_of
 from shared.runtime import run_service
+from shared.start_files import take_start_file
 
 
 def main() -> int:
@@ -60,7 +61,7 @@ async def reap(settings: HostSettings, instance_id: str) -> int:
 
 def host(path: Path) -> int:
     try:
-        start = EngineStart.model_validate_json(path.read_bytes())
+        start = EngineStart.model_validate_json(take_start_file(path))
     except (OSError, ValidationError) as e:
         sys.stderr.write(f"enginehost: {path}: {e}\n")
         return 2

@@ -67,6 +67,7 @@ from shared.contracts.inference import (
 from shared.contracts.loader import AttachWeights, WeightsAttached
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.errors import EngineFailed, InstanceBusy, InstanceDraining, UnsupportedParameter
+from shared.start_files import take_start_file
 from tests.support.paced_zygote import wait_before_step
 
 
@@ -271,7 +272,7 @@ class StubEngine:
 
 
 def main() -> int:
-    start = EngineStart.model_validate_json(Path(sys.argv[1]).read_bytes())
+    start = EngineStart.model_validate_json(take_start_file(Path(sys.argv[1])))
     return asyncio.run(StubEngine(start).run())
 
 

@@ -18,6 +18,7 @@ from shared.contracts.executor import ExecutorStart
 from shared.contracts.models import ModelCard
 from shared.environment import find_referenced, without_credentials
 from shared.errors import EngineFailed
+from shared.start_files import remove_stale_start_files
 
 _CLEAN_WITHIN_S = 30.0
 
@@ -25,7 +26,8 @@ _CLEAN_WITHIN_S = 30.0
 class DirectLauncher:
     """Runs `python -m <module> SPEC.json` in its own session.
 
-    So signals to this agent do not reach engines.
+    So signals to this agent do not reach engines. The process removes the file, which has
+    credentials, once it has read it.
     """
 
     def __init__(self, module: str, specs: Path, name: str = "direct", spares: Spares | None = None) -> None:
@@ -36,6 +38,7 @@ class DirectLauncher:
         self._spares = spares
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         specs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        remove_stale_start_files(specs)
 
     def name_for(self, start: EngineStart) -> str:
         return self._name
@@ -63,18 +66,23 @@ class DirectLauncher:
         Blocks for about a millisecond: small local files and a vfork.
         """
         spec = self._spec_path(start.instance_id)
-        with os.fdopen(os.open(spec, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(start.model_dump_json())
         kept = find_referenced(start.card.spec.env) if isinstance(start, EngineStart) else ()
-        with Path(start.log_path).open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", self._module, str(spec)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**without_credentials(os.environ, kept), **start.environment},
-                start_new_session=True,
-            )
+        try:
+            with os.fdopen(os.open(spec, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(start.model_dump_json())
+            with Path(start.log_path).open("ab") as log:
+                return subprocess.Popen(
+                    [sys.executable, "-m", self._module, str(spec)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**without_credentials(os.environ, kept), **start.environment},
+                    start_new_session=True,
+                )
+        except OSError:
+            with contextlib.suppress(OSError):
+                spec.unlink()
+            raise
 
     def _spec_path(self, instance_id: str) -> Path:
         return self._specs / f"{instance_id}.json"
@@ -92,7 +100,7 @@ class DirectLauncher:
         return status
 
     async def clean_up(self, instance_id: str, card: ModelCard) -> None:
-        """Remove the order of the start, which has credentials, and the container of a killed host.
+        """Remove the file of a start that was not read, and the container of a killed host.
 
         A new host process of the same module does the latter.
         """

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from services.nodeagent.devices.driver_thread import DriverThread
 from services.nodeagent.devices.port import DeviceInfo
 from shared.errors import DeviceFailed
 
@@ -23,8 +24,12 @@ class CudaDevice:
     The constructor and readings raise `DeviceFailed`.
     """
 
-    def __init__(self, nvml: Any, index: int, share: float | None, budget_bytes: int | None) -> None:
+    def __init__(
+        self, nvml: Any, index: int, share: float | None, budget_bytes: int | None, thread: DriverThread | None = None
+    ) -> None:
+        """`thread`: makes NVML's calls; None: one of this device alone."""
         self._nvml = nvml
+        self._thread = thread or DriverThread()
         self._id = f"cuda:{index}"
         self._handle = self._ask(nvml.nvmlDeviceGetHandleByIndex, index)
         total = int(self._ask(nvml.nvmlDeviceGetMemoryInfo, self._handle).total)
@@ -53,9 +58,10 @@ class CudaDevice:
 
     def _ask(self, call: Callable[[Any], Any], argument: Any) -> Any:
         try:
-            return call(argument)
-        except self._nvml.NVMLError as e:
-            raise DeviceFailed(f"NVML cannot read {self._id}: {e}. See `nvidia-smi` and the kernel's log (`dmesg`)") from e
+            return self._thread.call(call, argument)
+        except (self._nvml.NVMLError, TimeoutError) as e:
+            why = f"no answer within {self._thread.within_s:g} s" if isinstance(e, TimeoutError) else e
+            raise DeviceFailed(f"NVML cannot read {self._id}: {why}. See `nvidia-smi` and the kernel's log (`dmesg`)") from e
 
 
 def load_nvml() -> Any | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.nodeagent.devices.cpu import CpuDevice, available_bytes
 from services.nodeagent.devices.cuda import CudaDevice, load_nvml
+from services.nodeagent.devices.driver_thread import DriverThread
 from services.nodeagent.devices.port import Device
 from services.nodeagent.settings import NodeagentSettings
 from services.nodeagent.settings_syntax import WantedDevice, parse_bytes, parse_devices
@@ -44,6 +45,7 @@ def open_devices(
     if wanted is None:
         wanted = (*cpu_devices(nodes if nodes is not None else numa_nodes()), *(WantedDevice(f"cuda:{i}") for i in range(count)))
     found: dict[str, Device] = {}
+    thread = DriverThread()
     for each in wanted:
         if each.kind == "cpu":
             budget = _cpu_budget(each, settings, budgets, adopting)
@@ -54,7 +56,7 @@ def open_devices(
             raise DeviceMissing(f"THAW_DEVICES names {each.device_id}, but this machine has {count} CUDA devices that NVML can see")
         share = each.share if each.share is not None else settings.cuda_share
         try:
-            found[each.device_id] = CudaDevice(nvml, index, share, each.bytes)
+            found[each.device_id] = CudaDevice(nvml, index, share, each.bytes, thread)
         except DeviceFailed as fault:
             if is_explicit:
                 raise DeviceMissing(f"THAW_DEVICES names {each.device_id}: {fault.message}") from fault

@@ -93,12 +93,12 @@ class CudaBindings:
 
     def __init__(self, driver: Any, nvml: Any) -> None:
         self._driver = driver
-        self._nvml = nvml
+        text = nvml.nvmlSystemGetDriverVersion()  # once: NVML may hang later
+        self._version = int((text.decode() if isinstance(text, bytes) else text).split(".")[0])
         self._call("cuInit", 0)
 
     def version(self) -> int:
-        text = self._nvml.nvmlSystemGetDriverVersion()
-        return int((text.decode() if isinstance(text, bytes) else text).split(".")[0])
+        return self._version
 
     def state(self, pid: int) -> State | None:
         code, found = self._driver.cuCheckpointProcessGetState(pid)

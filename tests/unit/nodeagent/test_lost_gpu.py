@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 from services.nodeagent.adapters.meter import Meter
 from services.nodeagent.devices import inventory
 from services.nodeagent.devices.cuda import CudaDevice
+from services.nodeagent.devices.driver_thread import DriverThread
 from services.nodeagent.settings import NodeagentSettings
 from shared.errors import DeviceFailed, DeviceMissing
 from tests.unit.nodeagent.world import World
@@ -31,6 +35,9 @@ class Nvml:
         self.lost = set(lost)
         self.used = 60
         self.accounts: int | None = None
+        self.answers = threading.Event()
+        self.answers.set()
+        self.calls: list[int] = []
 
     def nvmlDeviceGetCount(self) -> int:
         return 2
@@ -53,6 +60,8 @@ class Nvml:
         return self._answered(index, [SimpleNamespace(pid=PID, usedGpuMemory=self.used)])
 
     def _answered(self, index: int, answer: Any) -> Any:
+        self.calls.append(index)
+        self.answers.wait(60)
         if index in self.lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return answer
@@ -133,3 +142,26 @@ async def test_repeated_reading_failure_is_logged_once(meter: Meter, nvml: Nvml,
         await meter.measure_all()
     assert meter.get_used("cuda:0") == 60
     assert sum(r.levelno == logging.ERROR for r in caplog.records) == 1
+
+
+async def test_driver_that_hangs_keeps_one_thread_and_one_call(world: World, nvml: Nvml) -> None:
+    """The agent has a few threads, in which it also ends processes and reads logs."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    device = CudaDevice(nvml, 0, None, None, DriverThread(1.0))
+    meter = Meter({"cuda:0": device}, lambda: world.state, lambda: None, lambda *_: None)
+    await meter.measure_all()
+    nvml.answers.clear()
+    nvml.calls.clear()
+    try:
+        await asyncio.wait_for(asyncio.gather(*(meter.measure_all() for _ in range(4))), 30)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 30) == 1
+        assert len(nvml.calls) == 1
+        with pytest.raises(DeviceFailed, match="no answer within 1 s"):
+            await meter.wait_memory_freed(world["a"])
+        assert (meter.get_private("a"), meter.get_used("cuda:0")) == (60, 60)
+    finally:
+        nvml.used = 40
+        nvml.answers.set()
+    async with asyncio.timeout(60):
+        while (meter.get_private("a"), meter.get_used("cuda:0")) != (40, 40):
+            await meter.measure_all()

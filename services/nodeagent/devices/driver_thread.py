@@ -1,0 +1,62 @@
+"""A thread for the calls of a driver that may hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+_Given = ParamSpec("_Given")
+_Found = TypeVar("_Found")
+_ANSWERS_WITHIN_S = 5.0
+_TICKS = 5
+
+
+class DriverThread:
+    """Makes calls one after another in a thread of its own.
+
+    A call that hangs keeps this thread, and no other one. Until it has returned, calls fail at
+    once.
+    """
+
+    def __init__(self, within_s: float = _ANSWERS_WITHIN_S) -> None:
+        """Create it.
+
+        Args:
+            within_s: Seconds in which a call has to return. A pause of this process counts less.
+        """
+        self.within_s = within_s
+        self._turn = threading.Lock()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._last: Future[Any] | None = None
+        self._thread: threading.Thread | None = None
+
+    def call(self, function: Callable[_Given, _Found], *given: _Given.args, **named: _Given.kwargs) -> _Found:
+        """Call `function`, and return its result. Blocking.
+
+        Raises:
+            TimeoutError: It does not return in time, or an earlier call has not returned yet.
+        """
+        with self._turn:
+            if self._last is not None and not self._last.done():
+                raise TimeoutError
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
+                self._thread.start()
+            self._last = answer = Future[_Found]()
+            self._calls.put((answer, partial(function, *given, **named)))
+            for _ in range(_TICKS):
+                if wait((answer,), self.within_s / _TICKS).done:
+                    return answer.result()
+            raise TimeoutError
+
+    def _run(self) -> None:
+        while True:
+            answer, call = self._calls.get()
+            try:
+                answer.set_result(call())
+            except BaseException as e:  # the caller's
+                answer.set_exception(e)

@@ -62,6 +62,7 @@ from shared.unit_charges import units_by_device
 log = logging.getLogger(__name__)
 _RELEASES_WITHIN_S = 2.0
 _STOPPING_WITHIN_S = 5.0
+_PROBE_EVERY_S, _PROBE_WITHIN_S = 1.0, 2
 
 
 async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
@@ -177,6 +178,7 @@ class Nodeagent:
         await self.loop.wait_until_idle()
         # An engine that is not adopted yet is unknown, and would be asked to drain.
         await self.mesh.listen(subjects.engine_report(node), EngineReport, self._on_report).start()
+        self._run("adoption", self._probe_until_adopted())
         await self.suspender.reap_strays(frozenset(i.instance_id for i in self.loop.state.list_live()))
         commands = self.mesh.respond(subjects.node_command(node), NODE_COMMAND, self._on_command, concurrent=True)
         await commands.start()
@@ -196,6 +198,16 @@ class Nodeagent:
         await self.launcher.close()
         await self.mesh.stop()
         return 0
+
+    async def _probe_until_adopted(self) -> None:
+        """Probe the connection to NATS until all adopted engines have reported, or were ended.
+
+        A half-open connection loses their reports, and the client notices it after more time than
+        they have.
+        """
+        while any(i.adopt_until is not None for i in self.loop.state.instances.values()):
+            await asyncio.sleep(_PROBE_EVERY_S)
+            self.loop.post(e.NatsProbed(await self.mesh.probe(_PROBE_WITHIN_S)))
 
     async def _report_ready(self) -> None:
         """Ready is a node whose next engine does not wait for imports."""

@@ -18,6 +18,7 @@ from faststream.nats import NatsBroker, NatsSecurity
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import ConnectionClosedError, ConnectionReconnectingError, NoRespondersError, OutboundBufferLimitError
+from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 from pydantic import TypeAdapter, ValidationError
 
@@ -156,6 +157,21 @@ class Mesh:
     async def flush(self, within: int = 10) -> None:
         """Wait until the server has processed what was sent so far: see `flush`."""
         await flush(self.nc, within)
+
+    async def probe(self, within_s: int) -> bool:
+        """Return True if the server answers. A connection on which it does not is opened again.
+
+        The client itself notices a half-open connection after 10 to 15 s.
+        """
+        if not self.is_connected:
+            return False
+        try:
+            await self.nc.flush(timeout=within_s)
+        except (NatsError, OSError) as e:
+            log.warning("NATS does not answer; connecting again", extra={"servers": self._servers, "error": repr(e)})
+            await self.nc.force_reconnect()
+            return False
+        return True
 
     @property
     def max_body(self) -> int:

@@ -6,7 +6,7 @@ Engines keep serving, dead ones are cleaned up, silent ones are ended.
 from __future__ import annotations
 
 from services.nodeagent.domain import isolation, process_exit, starting, termination
-from services.nodeagent.domain.events import Adopted, Assess, Persist, Ping, Publish, RequestDrain, Resume
+from services.nodeagent.domain.events import Adopted, Assess, NatsProbed, Persist, Ping, Publish, RequestDrain, Resume
 from services.nodeagent.domain.state import Instance, Process
 from services.nodeagent.domain.transition import Transition
 from shared.contracts.node import InstanceState
@@ -86,6 +86,20 @@ def _bring_back(transition: Transition, instance: Instance) -> None:
     parked = instance.suspend_state.model_copy(update=undone)
     transition.change(instance.model_copy(update=update), suspend_state=parked)
     transition.emit(Resume(instance.instance_id, instance.suspend_state.outlook.way if frozen else None))
+
+
+def on_nats_probed(transition: Transition, event: NatsProbed) -> None:
+    """Ask engines that have not reported once more.
+
+    If NATS does not answer this agent, they are not to blame, and get all of their time again.
+    """
+    for instance in list(transition.state.instances.values()):
+        if instance.adopt_until is None or instance.process is not Process.ALIVE:
+            continue
+        if event.is_reachable:
+            transition.emit(Ping(instance.instance_id))
+        else:
+            transition.put(instance.model_copy(update={"adopt_until": transition.now + transition.state.policy.adopt_s}))
 
 
 def on_adoption_timeout(transition: Transition, instance: Instance) -> None:

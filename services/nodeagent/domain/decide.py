@@ -38,6 +38,7 @@ from services.nodeagent.domain.events import (
     LoaderReported,
     Measured,
     MemoryFreed,
+    NatsProbed,
     PauseAnswered,
     ReleaseFailed,
     ResumeCommand,
@@ -105,6 +106,8 @@ def _dispatch(transition: Transition, event: Event) -> None:
             teardown.on_release_failed(transition, event)
         case Adopted():
             adoption.on_adopted(transition, event)
+        case NatsProbed():
+            adoption.on_nats_probed(transition, event)
         case Shutdown():
             stopping.on_shutdown(transition, event)
         case Tick():

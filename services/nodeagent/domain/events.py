@@ -247,6 +247,13 @@ class Adopted:
 
 
 @dataclass(frozen=True)
+class NatsProbed:
+    """The agent has probed its connection to NATS, because adopted engines have not reported."""
+
+    is_reachable: bool
+
+
+@dataclass(frozen=True)
 class Shutdown:
     """The agent shuts down: every engine drains within `timeout_s`."""
 
@@ -282,6 +289,7 @@ Event = (
     | ReleaseFailed
     | LoaderReported
     | Adopted
+    | NatsProbed
     | Shutdown
     | Tick
 )

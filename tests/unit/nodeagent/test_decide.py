@@ -316,6 +316,26 @@ def test_adopted_engine_that_responds_stays_ready() -> None:
     assert state(new) is InstanceState.READY
 
 
+def test_silent_engines_are_not_ended_while_nats_does_not_answer_the_agent() -> None:
+    old, new = World(), World()
+    ready(old)
+    new.receive(e.Adopted(old["i"], True, ERROR))
+    assert new.receive(e.NatsProbed(True), after=3) == (e.Ping("i"),), "it has not reported"
+    assert new.receive(e.NatsProbed(False), after=3) == ()
+    new.receive(e.Tick(), after=9)
+    assert state(new) is InstanceState.READY
+    new.receive(e.Tick(), after=2)
+    assert state(new) is InstanceState.FAILED, "NATS has answered, and the engine has not"
+
+
+def test_an_engine_that_has_reported_is_not_asked_again() -> None:
+    old, new = World(), World()
+    ready(old)
+    new.receive(e.Adopted(old["i"], True, ERROR))
+    new.receive(e.EngineReported(report()))
+    assert new.receive(e.NatsProbed(True)) == ()
+
+
 def test_teardown_is_continued_by_the_next_nodeagent() -> None:
     old, new = World(), World()
     ready(old)

@@ -35,8 +35,11 @@ class Loop:
         self._settled_at = float("-inf")
         """No `Tick` before this time: the messages of a pause of the process arrive.
 
-        A deadline is put off once. If the process is still starved of CPU time, it is handled.
+        Deadlines are put off once for each pause. If the process is still starved of CPU time, they
+        are handled.
         """
+        self._was_late = False
+        """The last wait was late: another late one belongs to the same pause."""
         self._must_tick = False
         """A deadline was put off already, and the wait after that was late too."""
 
@@ -96,7 +99,8 @@ class Loop:
                 async with asyncio.timeout(wait):
                     event = await self._events.get()
             is_late = time.monotonic() - now > wait + PAUSED_S
-            if is_late and due > self._settled_at:
+            begins_pause, self._was_late = is_late and not self._was_late, is_late
+            if begins_pause and due > self._settled_at:
                 self._settled_at = time.monotonic() + _SETTLED_S
             elif event is None:
                 return Tick()

@@ -99,3 +99,28 @@ async def test_deadline_is_put_off_once_if_every_wait_is_late(monkeypatch: pytes
     assert await loop.wait_until(lambda state: "gone" not in state.instances, 5.0)
     running.cancel()
     assert e.Forget("gone") in performed[:5]
+
+
+async def test_deadline_is_not_put_off_if_the_waits_before_it_were_late_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent is starved of CPU time, and each wait ends late, with an event."""
+    due, world = 1000.0, World()
+    ended = world.ready("gone").model_copy(
+        update={"state": InstanceState.STOPPED, "ended_at": due - world.state.policy.keep_stopped_s}
+    )
+    world.state = type(world.state)(world.state.ledger, instances={"gone": ended})
+    clock = itertools.count(step=100)
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    late: list[e.Effect] = []
+
+    def perform(effect: e.Effect) -> None:
+        if next(clock) > due:
+            late.append(effect)
+        if not isinstance(effect, e.Forget):
+            asyncio.get_running_loop().call_soon(loop.post, e.EngineReported(report("unknown")))
+
+    loop = Loop(world.state, perform)
+    running = asyncio.create_task(loop.run())
+    asyncio.get_running_loop().call_soon(loop.post, e.EngineReported(report("unknown")))
+    assert await loop.wait_until(lambda state: "gone" not in state.instances, 5.0)
+    running.cancel()
+    assert late.index(e.Forget("gone")) <= 1, "the event of the wait, and then the deadline"

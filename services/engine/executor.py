@@ -60,7 +60,9 @@ log = logging.getLogger(__name__)
 AddressRange = tuple[int, int]
 _ENDS_WITHIN_S = 5.0
 _FILE_THREADS = 2
-_UNMAPPED_WITHIN_S = 2.0
+UNMAPPED_WITHIN_S = 2.0
+_LONGEST_CHECK_S = 0.25
+"""A check that takes longer was interrupted by a pause of the process, which does not count."""
 _POLL_S = 0.005
 _MEASURED_EVERY_S = 0.05
 _SWITCH_INTERVAL_S = 0.0005
@@ -206,14 +208,8 @@ class Executor:
             attached.lease = attached.engine.take_lease()
             attached.engine = None
         await asyncio.sleep(0)
-        deadline = time.monotonic() + _UNMAPPED_WITHIN_S
-        while True:
-            gc.collect()
-            others = [r for a in self._attached.values() if a.engine is not None for r in a.engine.mapped_ranges()]
-            left = mapped_bytes(attached.ranges, others)
-            if not left or time.monotonic() > deadline:
-                break
-            await asyncio.sleep(_POLL_S)  # cancelled tasks leave the event loop, and release their objects
+        ranges = attached.ranges
+        left = await wait_until_unmapped(lambda: mapped_bytes(ranges, self._list_ranges()))
         _trim()
         if left:
             raise EngineFailed(f"{left} bytes of the weights of {instance_id} are still mapped")
@@ -223,6 +219,10 @@ class Executor:
         self._memory.leave(instance_id)
         log.info("detached", extra={"instance": instance_id})
         return InstanceDetached(freed_bytes=max(0, before - private_bytes()), took_ms=(time.monotonic() - begun) * 1e3)
+
+    def _list_ranges(self) -> list[AddressRange]:
+        """Return the addresses at which weights of instances that have not ended are mapped."""
+        return [r for a in self._attached.values() if a.engine is not None for r in a.engine.mapped_ranges()]
 
     async def _on_loader(self, status: LoaderProgress) -> None:
         for attached in list(self._attached.values()):
@@ -341,6 +341,23 @@ def mapped_bytes(ranges: Iterable[AddressRange], others: Iterable[AddressRange] 
             if inode != b"0" and not access.startswith(b"---"):
                 total += max(0, min(high, limit) - max(low, start))
     return total
+
+
+async def wait_until_unmapped(count_bytes: Callable[[], int]) -> int:
+    """Wait a bounded time until an ended engine maps nothing, and return the bytes that it maps.
+
+    Cancelled tasks leave the event loop meanwhile, and release their objects. They cannot while the
+    process is paused.
+    """
+    left_s = UNMAPPED_WITHIN_S
+    while True:
+        began = time.monotonic()
+        gc.collect()
+        left = count_bytes()
+        if not left or left_s <= 0:
+            return left
+        await asyncio.sleep(_POLL_S)
+        left_s -= min(time.monotonic() - began, _LONGEST_CHECK_S)
 
 
 def _end_of(line: bytes) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import itertools
 import mmap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from services.engine.executor import AddressRange, mapped_bytes
+from services.engine.executor import UNMAPPED_WITHIN_S, AddressRange, mapped_bytes, wait_until_unmapped
 
 PAGES = 8
 PAGE = mmap.PAGESIZE
@@ -57,3 +60,19 @@ def test_anonymous_memory_does_not_count() -> None:
         start = ctypes.addressof(anchor)
         assert mapped_bytes([(start, start + PAGES * PAGE)]) == 0
         del anchor
+
+
+async def test_pause_of_the_process_is_no_time_in_which_weights_are_unmapped(weights: AddressRange) -> None:
+    """Objects that hold the weights are released by tasks, which did not run either."""
+    checks, (start, _) = itertools.count(1), weights
+
+    def count_bytes() -> int:
+        check = next(checks)
+        if check == 1:
+            asyncio.get_running_loop().call_soon(time.sleep, UNMAPPED_WITHIN_S + 0.1)
+        if check == 4:
+            assert _libc.mprotect(start, PAGES * PAGE, 0) == 0
+        return mapped_bytes([weights])
+
+    assert await wait_until_unmapped(count_bytes) == 0
+    assert next(checks) == 5

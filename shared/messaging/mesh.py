@@ -166,7 +166,7 @@ class Mesh:
         if not self.is_connected:
             return False
         try:
-            await self.nc.flush(timeout=within_s)
+            await self.flush(within_s)
         except (NatsError, OSError) as e:
             log.warning("NATS does not answer; connecting again", extra={"servers": self._servers, "error": repr(e)})
             await self.nc.force_reconnect()

@@ -60,6 +60,8 @@ class ZygoteLauncher:
         self._environment = environment
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
+        self._started: list[subprocess.Popen[bytes]] = []
+        """Zygotes that this agent has started, and whose exit it has not collected."""
         self._pid: int | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._connected = asyncio.Event()
@@ -195,8 +197,7 @@ class ZygoteLauncher:
         if self._pid is None:
             return
         await _end_process(self._pid, signal.SIGTERM, signal.SIGKILL)
-        if self._process is not None:
-            self._process.poll()
+        self._reap()
         self._path.unlink(missing_ok=True)
 
     async def _wait_connected(self) -> None:
@@ -216,6 +217,7 @@ class ZygoteLauncher:
 
     async def _connect(self) -> asyncio.StreamReader:
         deadline = asyncio.get_running_loop().time() + _START_WITHIN_S
+        self._reap()  # the connection ends before the process
         self._process = None
         while True:
             with contextlib.suppress(OSError):
@@ -225,6 +227,7 @@ class ZygoteLauncher:
                 return reader
             if self._process is None:
                 self._process = self._spawn()
+                self._started.append(self._process)
                 self._pid = self._process.pid
             elif (status := self._process.poll()) is not None:
                 raise EngineFailed(f"The zygote ended with status {status}: {log_tail(self._log_path)}")
@@ -296,8 +299,11 @@ class ZygoteLauncher:
                 future.set_exception(ConnectionResetError("the zygote died"))
         if self._writer is not None:
             self._writer.close()
-        if self._process is not None:
-            self._process.poll()
+        self._reap()
+
+    def _reap(self) -> None:
+        """Collect the exit of zygotes that have ended."""
+        self._started = [process for process in self._started if process.poll() is None]
 
 
 def _peer(writer: asyncio.StreamWriter) -> int:

@@ -195,7 +195,8 @@ def run(
 ) -> list[float]:
     """Seconds of each decision, for `seconds` seconds.
 
-    `expected`: an effect that every decision must have.
+    Args:
+        expected: An effect that every decision must have.
     """
     took: list[float] = []
     until = time.perf_counter() + seconds

@@ -22,7 +22,12 @@ def all_pids() -> Iterator[int]:
 
 
 def mark_of(scope: str, instance_id: str) -> str:
-    """`scope`: the node's (`NodeSettings.scope`)."""
+    """Return the mark of an instance's processes.
+
+    Args:
+        scope: Scope of the node (`NodeSettings.scope`).
+        instance_id: The instance.
+    """
     return f"{scope}.{instance_id}"
 
 

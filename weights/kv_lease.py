@@ -87,7 +87,11 @@ class LentMemory(Protocol):
 
 @dataclass(frozen=True)
 class _Claim:
-    """`address`: where the page is mapped; None: nowhere, as it is a GPU's."""
+    """A borrowed page.
+
+    Attributes:
+        address: Address at which the page is mapped; None: it is a GPU's page, and has none.
+    """
 
     file: str
     page: int

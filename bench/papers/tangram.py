@@ -104,7 +104,11 @@ def build_single_device(
     shown: str = "",
     more: Mapping[str, float] | None = None,
 ) -> Case:
-    """Fig. 8 and 12: one device. `more`: other constants of `cluster`."""
+    """Fig. 8 and 12: one device.
+
+    Args:
+        more: Other constants of `cluster`.
+    """
     ours, names = profile is TANGRAM, name_copies(models)
     gap = c.GAP_S.value
     parts = label(locality=level, batch=f"{batch:g}", pool=shown or f"{sum(m.gb for m in models):.0f} GB", policy=profile.name)

@@ -82,7 +82,8 @@ def functions(
 ) -> tuple[ModelGroup, ...]:
     """Models "distributed across inference functions in a round-robin manner".
 
-    `native`: with a runtime of its own and the native latency.
+    Args:
+        native: Give each a runtime of its own and the native latency.
     """
     made = []
     for n in range(count):

@@ -82,7 +82,16 @@ class Host(InstanceProcess):
         spare: Spare | None,
         predecessor: Host | None = None,
     ) -> None:
-        """`predecessor`: the instance whose engine this one takes over."""
+        """Create an instance.
+
+        Args:
+            settings: Settings of the host process.
+            start: The start command.
+            stop: Set when the process has to stop.
+            timeline: Phases of the start.
+            spare: A spare interpreter that the engine may use.
+            predecessor: The instance whose engine this one takes over.
+        """
         mesh = Mesh(settings, f"enginehost-{start.instance_id}")
         self._serving = Serving(mesh, open_page(start))
         self._migration = HostMigration(self._serving)

@@ -140,7 +140,7 @@ class ConcurrentResponder(SubscribedResponder):
     """Handles each message in a task of its own, up to `most` at a time."""
 
     def __init__(self, connection: Connection, subject: str, queue: str, handle: Handle, most: int | None = None) -> None:
-        """`most`: None: `CONCURRENT_HANDLERS`."""
+        """Create a responder for at most `most` messages at a time (`CONCURRENT_HANDLERS`)."""
         super().__init__(connection, subject, queue, handle)
         self._free = asyncio.Semaphore(most or CONCURRENT_HANDLERS)
         self._running: set[asyncio.Task[None]] = set()

@@ -61,7 +61,13 @@ class Devices:
     def __init__(
         self, load: Callable[[], CudaDriver], group_bytes: Callable[[CudaDriver, DeviceFacts], int], open_device: Open = with_arenas
     ) -> None:
-        """`group_bytes`: the elbow of a device's curve (`probe.group_bytes`)."""
+        """Create it without open devices.
+
+        Args:
+            load: Loads the driver.
+            group_bytes: Returns the elbow of a device's curve (`probe.group_bytes`).
+            open_device: Opens a device.
+        """
         self._load, self._group_bytes, self._open_device = load, group_bytes, open_device
         self._lock = threading.Lock()
         self._driver: CudaDriver | None = None

@@ -68,8 +68,9 @@ def audit_mappings(before: Snapshot, mapped: Mapping[int, Sequence[int]], after:
     immediate second audit does not repeat is none (`confirm`).
 
     Args:
-        before: The device before `mapped` was read. `after`: the device since then.
+        before: The device before `mapped` was read.
         mapped: Processes by page, from /proc/*/maps.
+        after: The device after `mapped` was read.
     """
     earlier = set(audit_records(before))
     found = [text for text in audit_records(after) if text in earlier]

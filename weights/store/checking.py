@@ -24,7 +24,11 @@ class Checks:
     """The times at which units were checked. The device's lock guards it."""
 
     def __init__(self, *, every: bool) -> None:
-        """`every`: check all reused units of each arena."""
+        """Create it without checked units.
+
+        Args:
+            every: Check all reused units of each arena.
+        """
         self._every = every
         self._checked_at: dict[str, float] = {}
 

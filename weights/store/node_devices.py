@@ -33,7 +33,14 @@ class NodeDevices:
         known: KnownUnits | None = None,
         pacers: Mapping[frozenset[str], Pacer] = MappingProxyType({}),
     ) -> None:
-        """`pacers`: of the links between two devices."""
+        """Create them, with GPUs not yet opened.
+
+        Args:
+            separate: Cpu devices with memory of their own.
+            cuda: The GPUs; None: there are none.
+            known: Units of weights.
+            pacers: Pacers of the links between two devices.
+        """
         self.separate, self._cuda, self._pacers = separate, cuda, pacers
         self.known = known or KnownUnits()
         self._tier_of: Callable[[str], Tier] | None = None

@@ -64,7 +64,13 @@ class CacheFill:
     """The models to complete, in the order of their loads. Thread-safe."""
 
     def __init__(self, sources: Sources, links: Links, threads: int) -> None:
-        """`threads`: the number of threads of a link to a remote host."""
+        """Create it without models.
+
+        Args:
+            sources: Sources of models.
+            links: Links that fetches share with loads.
+            threads: Number of threads of a link to a remote host.
+        """
         self._sources, self._links, self._link_threads = sources, links, threads
         self._lock = threading.Lock()
         self._fills: dict[str, _Fill] = {}

@@ -23,7 +23,13 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Booking:
-    """`weights`: the part of it that is in the pages of a separate device; None: no part."""
+    """Memory that an instance has reserved.
+
+    Attributes:
+        device_ids: Its devices.
+        bytes_each: Bytes on each of them.
+        weights: The part of it that is in the pages of a separate device; None: no part.
+    """
 
     device_ids: tuple[str, ...]
     bytes_each: int

@@ -25,7 +25,7 @@ class LoadTraces:
     """
 
     def __init__(self, plan_ended: Callable[[PlanRecord], None] | None = None) -> None:
-        """`plan_ended`: called with every plan that has ended."""
+        """Create it without spans; `plan_ended` is called with every plan that has ended."""
         self._plan_ended = plan_ended
         self._open: dict[str, tuple[Span, tuple[str, ...]]] = {}
         self._parents: dict[str, str] = {}

@@ -253,7 +253,11 @@ class World:
         self.report()
 
     def fail(self, model: str, error: ErrorBody, *, is_ending: bool = False) -> None:
-        """Let the instances fail; `is_ending`: their bytes are free after `finish_stops`."""
+        """Let the instances fail.
+
+        Args:
+            is_ending: Their bytes are free after `finish_stops`.
+        """
         for r in self.of(model):
             r.state, r.error, r.is_ending = InstanceState.FAILED, error, is_ending
         self.report()

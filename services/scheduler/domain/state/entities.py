@@ -53,8 +53,9 @@ Leaving = Literal["no", "if_idle", "drain", "suspend_if_idle", "suspend"]
 class Model:
     """A registered model.
 
-    `sleep_requested`: an operator put it to sleep; `replicas.min` holds again from the next demand,
-    wake or change of the model.
+    Attributes:
+        sleep_requested: An operator put it to sleep; `replicas.min` holds again from the next
+            demand, wake or change of the model.
     """
 
     card: ModelCard
@@ -81,7 +82,11 @@ class Device:
 
 @value(frozen=True, slots=True)
 class Node:
-    """A node; `drain_since`: time since which it is drained (a drained node is also cordoned)."""
+    """A node.
+
+    Attributes:
+        drain_since: Time since which it is drained (a drained node is also cordoned).
+    """
 
     name: str
     boot_id: str = ""

@@ -67,15 +67,7 @@ class Engine:
     def __init__(
         self, settings: HostSettings, start: EngineStart, timeline: Timeline, reporter: StatusReporter, spare: Spare | None = None
     ) -> None:
-        """Create an engine that has not been started.
-
-        Args:
-            settings: Settings of the host process.
-            start: The start command.
-            timeline: Phases of the start.
-            reporter: Publishes the status of the instance.
-            spare: An interpreter that becomes the engine if its command matches.
-        """
+        """Create an engine that is not started; `spare` becomes it if its command matches."""
         self._settings = settings
         self._start = start
         self._timeline = timeline

@@ -62,17 +62,18 @@ def test_client_disconnect_during_generation_stops_the_engine(
     assert load_of(mesh, "one")[2] - before < 16 * 900
 
 
-def test_leaving_before_the_first_token_stops_the_engine(mesh: Victim, client: openai.OpenAI) -> None:
+def test_leaving_before_the_first_token_stops_the_engine(mesh: Victim, client: openai.OpenAI, pace: Pace) -> None:
     ask(client)
     until(lambda: idle(mesh, "one"), what="the engine is idle")
     before = load_of(mesh, "one")[2]
-    with held(mesh.engine("one")):  # the engine has not read the request yet
-        leaver = RawClient(mesh.port, "one", stream=True)
-        until(lambda: in_gateway(mesh, "one") == (1, 0), what="the gateway has sent the request")
-        leaver.leave()
-        until(lambda: in_gateway(mesh, "one") == (0, 0), what="the gateway has sent the cancellation")
-    assert ask(client)
-    until(lambda: idle(mesh, "one"), what="the engine has stopped")
+    with pace.slowed():  # the cancellation may arrive seconds after the request
+        with held(mesh.engine("one")):  # the engine has not read the request yet
+            leaver = RawClient(mesh.port, "one", stream=True)
+            until(lambda: in_gateway(mesh, "one") == (1, 0), what="the gateway has sent the request")
+            leaver.leave()
+            until(lambda: in_gateway(mesh, "one") == (0, 0), what="the gateway has sent the cancellation")
+        assert ask(client)
+        until(lambda: idle(mesh, "one"), what="the engine has stopped")
     assert load_of(mesh, "one")[2] - before < 100
 
 
@@ -104,7 +105,7 @@ def test_a_load_with_another_waiter_continues(mesh: Victim, client: openai.OpenA
     assert len(mesh.engine_logs() - before) == 1
 
 
-def test_disconnect_of_a_queued_client_does_not_affect_the_others(mesh: Victim, client: openai.OpenAI) -> None:
+def test_disconnect_of_a_queued_client_does_not_affect_the_others(mesh: Victim, client: openai.OpenAI, pace: Pace) -> None:
     """A client that leaves the queue of a busy model does not affect the others.
 
     The gateway sends the engine twice its capacity of 16, and queues the other requests.
@@ -112,17 +113,18 @@ def test_disconnect_of_a_queued_client_does_not_affect_the_others(mesh: Victim, 
     ask(client)
     until(lambda: idle(mesh, "one"), what="the engine is idle")
     before = load_of(mesh, "one")[2]
-    with held(mesh.engine("one")), ExitStack() as leaving:
-        for _ in range(40):
-            leaver = RawClient(mesh.port, "one", stream=True, tokens=500)
-            leaving.callback(leaver.leave)
-        until(lambda: in_gateway(mesh, "one") == (32, 8), what="the leavers' requests are there")
-        stays = Asked(mesh.url, "one", tokens=8)
-        until(lambda: in_gateway(mesh, "one") == (32, 9), what="the other one waits behind them")
-        leaving.close()
-        until(lambda: in_gateway(mesh, "one") == (1, 0), what="only the other one is left")
-    assert stays.outcome().kind == "answered"
-    until(lambda: idle(mesh, "one"), what="the engine has stopped")
+    with pace.slowed():  # the cancellations may arrive seconds after the requests
+        with held(mesh.engine("one")), ExitStack() as leaving:
+            for _ in range(40):
+                leaver = RawClient(mesh.port, "one", stream=True, tokens=500)
+                leaving.callback(leaver.leave)
+            until(lambda: in_gateway(mesh, "one") == (32, 8), what="the leavers' requests are there")
+            stays = Asked(mesh.url, "one", tokens=8)
+            until(lambda: in_gateway(mesh, "one") == (32, 9), what="the other one waits behind them")
+            leaving.close()
+            until(lambda: in_gateway(mesh, "one") == (1, 0), what="only the other one is left")
+        assert stays.outcome().kind == "answered"
+        until(lambda: idle(mesh, "one"), what="the engine has stopped")
     assert load_of(mesh, "one")[2] - before < 40 * 500 / 4
 
 

@@ -94,6 +94,7 @@ class Stores(StoppingMesh):
     # The loader's steps.
 
     def stop_at(self, step: str) -> None:
+        self._held.unlink(missing_ok=True)  # of a loader that was killed there
         self._stop.write_text(step)
 
     def await_step(self, step: str) -> None:
@@ -136,7 +137,7 @@ class Stores(StoppingMesh):
     def devices(self) -> dict[str, dict[str, Any]]:
         """Return the audits of the devices, of which no page may be lost or in two places."""
         self.await_node()
-        _, report = self.inside("doctor", "--json")  # it fails for a model whose engine was killed
+        _, report = self._read("doctor", "--json")  # it fails for a model whose engine was killed
         audits = {a["device_id"]: a for a in json.loads(report)["audits"]["node-0"]}
         for audit in audits.values():
             parts = [audit[f"{state}_pages"] for state in ("free", "mapped", "reusable", "lent")]
@@ -210,7 +211,7 @@ def test_killed_at_a_step_of_a_load(stores: Stores, load: Load, step: str, victi
         if victim == "engine":
             kill(engine)
         elif victim == "holder":
-            [holder] = stores.instances(model.replace("peer", "holder"))
+            holder = stores.instance(model.replace("peer", "holder"))
             kill(holder["pids"][0])
         else:
             old = stores.kill(victim)

@@ -6,6 +6,7 @@ Every response is whole and equal to the undisturbed one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -13,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -115,15 +117,24 @@ def kill(mesh: Victim, process: str) -> bool:
         return True
     running = executors(mesh)
     for found in running:
-        found.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.kill()
     psutil.wait_procs(running, timeout=60)
     return bool(running)
+
+
+def is_computing(current: Path) -> bool:
+    """True if the executor of this file computes a step; its node removes the file with it."""
+    try:
+        return bool(parse_current(current.read_bytes())[1])
+    except FileNotFoundError:
+        return False
 
 
 def in_phase(mesh: Victim, phase: str) -> bool:
     """True if an instance attaches, is swapped out, or computes a step."""
     if phase == "compute":
-        return any(parse_current(path.read_bytes())[1] for path in mesh.home.rglob("*.current"))
+        return any(is_computing(path) for path in (mesh.home / "nodes" / "node-0" / "agent" / "executors").glob("*.current"))
     states = [InstanceState(i["state"]) for n in mesh.cluster()["nodes"] for i in n["instances"]]
     return any(state.starting if phase == "attach" else state is InstanceState.DRAINING for state in states)
 
@@ -132,7 +143,7 @@ def await_phase(mesh: Victim, phase: str, clients: Clients) -> None:
     """Wait until an instance is in the phase, or a response was lost."""
     deadline = time.monotonic() + 120
     while not clients.faults and not in_phase(mesh, phase):
-        assert time.monotonic() < deadline, f"no instance in phase {phase}: {clients.outcomes}, {mesh.cluster()['instances']}"
+        assert time.monotonic() < deadline, f"no instance in phase {phase}: {clients.outcomes}, {mesh.instances_in_words()}"
         time.sleep(0.001)
 
 

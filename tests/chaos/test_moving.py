@@ -21,9 +21,9 @@ from tests.support.moving_steps import Staged, Step
 from tests.support.paced_zygote import Pace
 from tests.support.sizes import size
 
-TOKENS, STEP_S = size(75, 150), 0.3
-"""Of a stream that is still running when every process is stopped at the wanted step: engines are
-slow until then.
+TOKENS, STEP_S = size(200, 300), 0.5
+"""Of a stream that is still running when every process is stopped at the wanted step, within 100 s:
+engines are slow until then.
 """
 BODIES: list[dict[str, Any]] = [
     body("one", max_tokens=TOKENS, ignore_eos=True),

@@ -23,9 +23,9 @@ from tests.support.paced_zygote import Pace
 from tests.support.sizes import size
 
 NODES = ("node-0", "node-1", "node-2")
-TOKENS, STEP_S = size(100, 200), 0.3
-"""Of a stream that still runs when all processes are stopped at the wanted step: engines are slow
-until then.
+TOKENS, STEP_S = size(200, 300), 0.5
+"""Of a stream that still runs when all processes are stopped at the wanted step, within 100 s:
+engines are slow until then.
 """
 LONG = body("one", seed=3, max_tokens=TOKENS, ignore_eos=True)
 GREEDY = body("one", max_tokens=TOKENS, ignore_eos=True)

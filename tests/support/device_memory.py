@@ -26,10 +26,11 @@ def await_memory(mesh: Thaw, device: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def is_current() -> bool:
-        [audit] = [a for a in mesh.json("doctor")["audits"]["node-0"] if a["device_id"] == device]
+        audits = [a for a in mesh.json("doctor")["audits"]["node-0"] if a["device_id"] == device]
         found.clear()
         found.update(read_memory(mesh, device))
-        return all(found[f"{state}_bytes"] == audit[f"{state}_pages"] * PAGE_BYTES for state in _STATES)
+        # A loader that does not run may answer too late.
+        return bool(audits) and all(found[f"{state}_bytes"] == audits[0][f"{state}_pages"] * PAGE_BYTES for state in _STATES)
 
     until(is_current, what=lambda: f"the status of {device} is that of its loader: {found}")
     return found

@@ -57,7 +57,8 @@ class ZygoteProcess:
         """End the zygote and the engines that a test left: they would outlive it."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for engine in psutil.Process(self.process.pid).children():
-                engine.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    engine.kill()
         self.process.terminate()
         self.process.wait(60)
         if self.process.stdout is not None:

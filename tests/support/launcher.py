@@ -20,8 +20,8 @@ import psutil
 
 from services.enginehost.runtimes import reaper
 from shared.contracts.segment import segment_prefix
-from shared.ports import free_port
 from tests.support import forking, prepared_database
+from tests.support.servers import kept_port
 from thaw.cli.app import main
 from thaw.launcher.processes import MARK
 
@@ -37,7 +37,7 @@ _PRIVATE = (
     MARK,
 )
 
-_AWAY = ("unreachable", "unavailable", "deadline_exceeded")
+AWAY = ("unreachable", "unavailable", "deadline_exceeded")
 """Codes of errors that last until the scheduler has restarted, or runs again on a busy machine."""
 _READING = ("doctor", "explain", "keys list", "models list", "models show", "node list", "ps", "pull --list", "trace", "usage")
 """Verbs that change nothing: one whose deadline passed is run again."""
@@ -52,7 +52,8 @@ class Thaw:
 
     def __init__(self, **environment: str) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="thaw-e2e-", dir="/tmp")).resolve()
-        self.port = free_port()
+        self._kept = kept_port()
+        self.port = int(self._kept.getsockname()[1])
         self.environment = {k: v for k, v in os.environ.items() if k not in _PRIVATE} | {
             "THAW_HOME": str(self.home),
             "PYTHONPATH": str(ROOT),
@@ -184,7 +185,7 @@ class Thaw:
         def answered() -> bool:
             status, out = self.inside("ps", "--json")
             found.update(json.loads(out))
-            assert status == 0 or found["error"]["code"] in _AWAY, f"{out}{self.last_words()}"
+            assert status == 0 or found["error"]["code"] in AWAY, f"{out}{self.last_words()}"
             if status != 0:
                 found.clear()
             return bool(found)
@@ -274,7 +275,7 @@ class Thaw:
         return [p for p in Path("/dev/shm").iterdir() if p.name.startswith(prefixes)]
 
     def assert_nothing_left(self) -> None:
-        assert [f"{p.pid} {' '.join(p.cmdline())}" for p in self.processes()] == []
+        assert [f"{p.pid} {' '.join(command_of(p))}" for p in self.processes()] == []
         assert self.segments() == []
 
     def close(self) -> None:
@@ -290,6 +291,15 @@ class Thaw:
                     if reaper.__file__ not in process.cmdline():
                         process.kill()
             shutil.rmtree(self.home, ignore_errors=True)
+            self._kept.close()
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; none if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 T = TypeVar("T", bound=Thaw)

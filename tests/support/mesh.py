@@ -6,6 +6,7 @@ Tests kill or stop its processes, and compare its bookings with the actual state
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ import psutil
 
 from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState
-from tests.support.launcher import Thaw, until
+from tests.support.launcher import AWAY, Thaw, command_of, until
 from tests.support.stopping import stop
 from thaw.cli.demo import budget_for_two
 from thaw.demo.models import make_demo_model
@@ -80,12 +81,14 @@ class Victim(Thaw):
     def make_cold(self, model: str) -> None:
         """Put the model to sleep until it is cold.
 
-        A killed gateway's demand may wake the model once more.
+        A killed gateway's demand may wake the model once more. A leader that has lost its database
+        may answer until it notices.
         """
 
         def is_cold() -> bool:
-            self.json("sleep", model)
-            return all(i["model"] != model for i in self.live())
+            status, out = self.inside("sleep", model, "--json")
+            assert status == 0 or json.loads(out)["error"]["code"] in AWAY, f"{out}{self.last_words()}"
+            return status == 0 and all(i["model"] != model for i in self.live())
 
         until(is_cold, what=f"{model} is cold")
 
@@ -130,7 +133,11 @@ class Victim(Thaw):
 
     def shared_bytes(self) -> int:
         """Return the bytes of the mesh's files under /dev/shm."""
-        return sum(path.stat().st_blocks * 512 for path in self.segments())
+        total = 0
+        for path in self.segments():
+            with contextlib.suppress(FileNotFoundError):  # it is removed meanwhile
+                total += path.stat().st_blocks * 512
+        return total
 
     def engines(self) -> list[psutil.Process]:
         """Return engine processes, forked or not."""
@@ -144,14 +151,7 @@ class Victim(Thaw):
         return [p for p in self._engine_processes() if listens(p)]
 
     def _engine_processes(self) -> list[psutil.Process]:
-        return [p for p in self.processes() if _is_of_engine(_command(p))]
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+        return [p for p in self.processes() if _is_of_engine(command_of(p))]
 
 
 def listens(process: psutil.Process) -> bool:

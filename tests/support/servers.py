@@ -23,6 +23,8 @@ import psutil
 from shared.contracts.stream_limits import max_file_store
 from shared.ports import keep_port
 
+_POSTGRES_READY_WITHIN_S = 120.0
+
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None, within: float = 60.0, host: str = "127.0.0.1") -> None:
     deadline = time.monotonic() + within
@@ -180,7 +182,7 @@ class PostgresServer:
         self._wait_ready()
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + _POSTGRES_READY_WITHIN_S
         while time.monotonic() < deadline:
             ready = subprocess.run(
                 [str(self.bin / "pg_isready"), "-q", "-h", str(self.directory), "-p", str(self.port)], check=False
@@ -188,7 +190,7 @@ class PostgresServer:
             if ready.returncode == 0:
                 return
             time.sleep(0.05)
-        raise TimeoutError("PostgreSQL is not ready after 20 s")
+        raise TimeoutError(f"PostgreSQL is not ready after {_POSTGRES_READY_WITHIN_S} s")
 
     def restart(self) -> None:
         self.stop()

@@ -99,7 +99,7 @@ class Catalog:
 
     async def _open(self) -> KeyValue:
         if self._bucket is None:
-            bucket = await catalog_bucket(self._js, self._replicas, owner=True)
+            bucket = await catalog_bucket(self._js, self._replicas, owner=self._created is None)
             info = (await bucket.status()).stream_info
             if self._created is not None and (info.created != self._created or info.state.messages < self._count_written()):
                 log.warning("JetStream has lost the catalogue; writing it again", extra={"models": len(self._cards)})

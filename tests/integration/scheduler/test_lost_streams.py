@@ -9,6 +9,7 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from services.scheduler import app
+from services.scheduler.adapters.catalog import Catalog
 from shared.contracts import subjects
 from shared.contracts.admin import ModelAwake, WakeModel
 from shared.contracts.traces import LoadTrace
@@ -68,6 +69,18 @@ async def test_entries_that_were_lost_are_written_again(site: Site, monkeypatch:
         return set(await catalogue(site)) == {"a", "b"}
 
     await site.until(is_written)
+
+
+async def test_checks_do_not_repeat_a_refused_change_of_the_buckets_configuration(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    js = site.mesh.nc.jetstream()
+    await catalog_bucket(js)
+    catalog = Catalog(js, replicas=3)  # more than there are servers
+    await catalog.reconcile(())
+    for _ in range(2):
+        await catalog.check()
+    assert [r.getMessage() for r in caplog.records] == ["a stream keeps its configuration"]
 
 
 async def test_traces_of_loads_are_stored_after_their_stream_was_lost(led: Site) -> None:

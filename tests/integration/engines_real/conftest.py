@@ -139,7 +139,7 @@ def spawned(engine: str, source: Path, url: str, directory: Path, **given: str) 
     process = hosts.processes[-1]
     yield RealEngine(engine, start.node, start.instance_id, process, Path(start.log_path))
     process.terminate()
-    process.wait(30)
+    process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="session")

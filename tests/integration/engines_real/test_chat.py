@@ -109,8 +109,9 @@ async def test_a_cancelled_request_stops_the_engine(mesh: Mesh, nats_server: Nat
     assert whole.usage is not None
     assert whole.usage.completion_tokens == LONG
     cost = _cpu(pid) - idle
+    generated = await _generated(hosts, real) if real.engine == "vllm" else 0
     stream = await hosts.ask(real.instance, "chat", messages=HELLO, max_tokens=LONG, temperature=0, stream=True, **ENDLESS)
-    await stream.until(lambda r: sum(isinstance(x, InferData) for x in r) >= 3)
+    await stream.until(lambda r: any(isinstance(x, InferData) for x in r))
     cancel = CancelInfer(request_id=stream.request_id)
     await mesh.nc.publish(subjects.engine_control(real.instance), cancel.model_dump_json().encode())
     at_cancel = _cpu(pid)
@@ -120,7 +121,7 @@ async def test_a_cancelled_request_stops_the_engine(mesh: Mesh, nats_server: Nat
     assert short.status == 200
     if real.engine == "vllm":
         await hosts.eventually(lambda: _running(hosts, real), lambda n: n == 0)
-        assert await _generated(hosts, real) < 2 * LONG
+        assert await _generated(hosts, real) - generated < LONG
     assert _cpu(pid) - at_cancel < 0.5 * cost
 
 

@@ -22,7 +22,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.enginehost.drivers.overlay import plugin_path
-from services.nodeagent.suspend.memory import footprint
 from shared.contracts import subjects
 from shared.contracts.base import Done
 from shared.contracts.engine import ChangeModel, EngineReport
@@ -31,6 +30,8 @@ from tests.integration.engines_real.conftest import FAMILY, PATIENCE_S, PluginEn
 from tests.integration.nodeagent.harness import gone
 from tests.support.hosted import Hosts
 from tests.support.mesh_client import connected_mesh
+from tests.support.patient_mesh import PatientMesh
+from tests.support.process_memory import held_bytes
 from tests.support.real_engines import python_of
 from tests.support.servers import NatsServer
 from thaw.demo.models import make_demo_model
@@ -72,7 +73,7 @@ class FromLoader:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def from_loader(nats_server: NatsServer, plugin_vllm: PluginEngine) -> AsyncIterator[FromLoader]:
     start = plugin_vllm.start
-    async with connected_mesh(nats_server) as mesh:
+    async with connected_mesh(nats_server, PatientMesh) as mesh:
         hosts = Hosts(mesh, start.node, nats_server.url, plugin_vllm.spawner.directory)
         hosts.patience_s = PATIENCE_S
         await hosts.start()
@@ -145,8 +146,7 @@ async def test_many_changes_leave_memory_as_it_was(from_loader: FromLoader, mode
         report = await from_loader.change(plugin_card(models[n % 2]))
         assert (report.state, report.fell_back) == ("ready", None), report.error
         assert report.hosted is not None
-        held = footprint(report.hosted.pids)
-        sizes.append(held.pss + held.swap)
+        sizes.append(held_bytes(report.hosted.pids))
     assert max(sizes[-3:]) <= 1.03 * max(sizes[: max(2, CHANGES // 4)]), [s >> 20 for s in sizes]
 
 

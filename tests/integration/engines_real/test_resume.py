@@ -10,15 +10,28 @@ from typing import Any
 import pytest
 
 from shared.contracts import subjects
-from shared.contracts.inference import InferEnd, InferFailed, InferResponse
+from shared.contracts.inference import InferEnd, InferFailed, InferResponse, Resume
 from shared.contracts.migration import PrepareResume, ResumePrepared
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
-from tests.support.hosted import HostedAnswer, bytes_of, resume_of, text_and_events
+from tests.support.hosted import HostedAnswer, Hosts, resume_of, text_and_events
 from tests.support.servers import NatsServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
 HELLO = [{"role": "user", "content": "Where does the ice go?"}]
+CUTS = (1, 20, 37)
+"""Tokens of the part that an engine has sent, of 40."""
+
+
+async def cut_after(hosts: Hosts, instance: str, endpoint: Any, tokens: int, body: dict[str, Any]) -> tuple[HostedAnswer, Resume]:
+    """Return a response that ends after some tokens, and the state of one that was cut there.
+
+    A whole response cannot be cut at a chosen token: on a busy machine a message has many.
+    """
+    begun = await hosts.whole(instance, endpoint, **{**body, "max_tokens": tokens})
+    state = resume_of(begun.stream.replies)
+    assert len(state.choices[0].token_ids) == tokens
+    return begun, state.model_copy(update={"choices": (state.choices[0].model_copy(update={"finish_reason": None}),)})
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
@@ -27,15 +40,13 @@ async def test_cut_anywhere_and_resumed(mesh: Mesh, nats_server: NatsServer, vll
     prompt: dict[str, Any] = {"messages": HELLO} if endpoint == "chat" else {"prompt": "Where does the ice go?"}
     body = {**prompt, "stream": True, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
     undisturbed = await hosts.whole(vllm.instance, endpoint, **body)
-    replies = undisturbed.stream.replies
-    whole = resume_of(replies)
+    whole = resume_of(undisturbed.stream.replies)
     assert len(whole.choices[0].token_ids) == 40
     assert undisturbed.usage is not None
     assert undisturbed.usage.completion_tokens == 40
-    # On a busy machine the tokens arrive in few messages.
-    for cut in sorted({3, len(replies) // 2, len(replies) - 3}):
-        resume = resume_of(replies[:cut])
-        if cut == len(replies) // 2:
+    for cut in CUTS:
+        begun, resume = await cut_after(hosts, vllm.instance, endpoint, cut, body)
+        if cut == CUTS[1]:
             sequence = (*range(3, 3 + resume.prompt_tokens), *resume.choices[0].token_ids)
             ahead = PrepareResume(prepared=endpoint, revision="r1", sequences=(sequence,))
             assert (await mesh.request(subjects.engine_control(vllm.instance), ahead, ResumePrepared)).tokens == len(sequence)
@@ -44,7 +55,7 @@ async def test_cut_anywhere_and_resumed(mesh: Mesh, nats_server: NatsServer, vll
         again = HostedAnswer(rest)
         got = resume.choices[0].token_ids + resume_of(rest.replies).choices[0].token_ids
         assert got == whole.choices[0].token_ids, cut
-        assert text_and_events(bytes_of(replies[:cut]) + again.body)[0] == text_and_events(undisturbed.body)[0]
+        assert text_and_events(begun.body + again.body)[0] == text_and_events(undisturbed.body)[0]
         assert again.usage == undisturbed.usage
 
 
@@ -64,14 +75,14 @@ async def test_llama_servers_completions_are_resumed(
     assert undisturbed.usage.completion_tokens == 40
     whole = resume_of(replies)
     assert len(whole.choices[0].token_ids) == 40, "each token was reported"
-    for cut in (3, len(replies) // 2, len(replies) - 3):
-        resume = resume_of(replies[:cut])
+    for cut in CUTS:
+        begun, resume = await cut_after(hosts, own_server.instance, "completion", cut, body)
         rest = await hosts.ask(own_server.instance, "completion", resume=resume, **body)
         await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         again = HostedAnswer(rest)
         got = resume.choices[0].token_ids + resume_of(rest.replies).choices[0].token_ids
         assert got == whole.choices[0].token_ids, cut
-        assert text_and_events(bytes_of(replies[:cut]) + again.body)[0] == text_and_events(undisturbed.body)[0]
+        assert text_and_events(begun.body + again.body)[0] == text_and_events(undisturbed.body)[0]
         assert again.usage is not None
         assert (again.usage.prompt_tokens, again.usage.completion_tokens) == (undisturbed.usage.prompt_tokens, 40)
         assert again.usage.cached_tokens <= again.usage.prompt_tokens

@@ -22,6 +22,7 @@ from tests.integration.nodeagent.harness import MIB, Node, running_node
 from tests.integration.suspend.hosted import descriptors, engine_pids, generate, pss, start_hosted
 from tests.support.hosted import hosted_card
 from tests.support.paging import skip_unless_able, skip_unless_swap
+from tests.support.process_memory import held_bytes
 from tests.support.servers import NatsServer
 
 SUSPENDED, READY = InstanceState.SUSPENDED, InstanceState.READY
@@ -124,10 +125,9 @@ async def swapped_without_growth(node: Node, name: str, swaps: int) -> None:
         await node.reaches(name, SUSPENDED)
         await node.resume(name)
         await node.reaches(name, READY)
-        held = memory.footprint(node.instance(name).pids)
-        sizes.append(held.pss + held.swap)
+        sizes.append(held_bytes(node.instance(name).pids))
         open_files.append(descriptors((*node.instance(name).pids, agent)))
-        agents.append(memory.footprint((agent,)).pss)
+        agents.append(held_bytes((agent,)))
     assert node.instance(name).pids == pids
     assert set(psutil.Process(pids[0]).children(recursive=True)) <= {psutil.Process(p) for p in pids}
     assert await generate(node, name) == text

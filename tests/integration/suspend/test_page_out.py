@@ -29,6 +29,7 @@ from services.nodeagent.suspend.suspender import Suspender
 from shared.errors import CannotSuspend, EngineFailed, PermissionDenied
 from shared.processes import descendants
 from tests.integration.suspend.process_tree import MIB, Tree
+from tests.support.process_memory import bounds_of_pss
 
 
 @pytest.fixture
@@ -51,7 +52,8 @@ async def test_process_tree_is_paged_out_and_restored_byte_for_byte(way: PageOut
     taken = await way.suspend(target)
     assert groups.is_frozen("i")
     assert taken.freed_bytes >= 0.75 * taken.used_bytes
-    assert taken.left_bytes == pytest.approx(memory.footprint(target.pids).pss, rel=0.1)
+    least, most = bounds_of_pss(target.pids)
+    assert least <= taken.left_bytes <= most
     assert taken.snapshot_bytes >= 150 * MIB
     await way.resume(target)
     assert not groups.is_frozen("i")
@@ -105,7 +107,7 @@ def test_frozen_processes_can_be_killed(groups: Cgroups, tree: Tree) -> None:
     tree.target(groups)
     groups.freeze("i")
     groups.kill("i")
-    assert tree.process.wait(10) == -signal.SIGKILL
+    assert tree.process.wait(60) == -signal.SIGKILL
     deadline = time.monotonic() + 60
     while groups.pids("i") and time.monotonic() < deadline:
         os.sched_yield()
@@ -140,7 +142,7 @@ def test_shared_memory_of_a_killed_engine_is_removed_and_that_of_others_kept(gro
         groups.gather("i", process.pid, include_host=True)
         groups.freeze("i")
         groups.kill("i")
-        process.wait(10)
+        process.wait(60)
         unused: Any = None
         asyncio.run(Suspender({}, groups, MemoryUsage({}), unused, 1.0).on_ended("i"))
         assert not any(p.exists() for p in own)

@@ -11,7 +11,7 @@ from simulator.instances import Instance, Run, SimDevice
 from simulator.migrations import Migrations
 from simulator.options import Options
 from simulator.starts import Starts
-from simulator.world import World
+from simulator.world import World, can_have_snapshot
 
 
 class Stops:
@@ -80,31 +80,14 @@ class Stops:
         instance.keep_timer, instance.leaves_at = world.clock.call_later(seconds, on_expired), world.clock.now + seconds
 
     def _give_way(self, instance: Instance) -> None:
-        """Suspend an idle instance if it can return sooner from that; otherwise stop it.
-
-        A snapshot has the weights, so it takes the place of their copy in host memory, unless that
-        is being loaded to another device. It displaces nothing else, because other models would
-        then load from slower tiers.
-        """
+        """Suspend an idle instance if it can return sooner from that; otherwise stop it."""
         node, model = instance.parts[0].device.node, instance.model
-        fits = model.snapshot <= node.dram.free + node.dram.evictable_bytes(model.name)
-        if "suspend" in self._world.can and fits and _may_have_snapshot(instance) and self._resumes_faster(instance):
+        if self._world.is_suspended_when_evicted(instance):
             if model.snapshot > node.dram.free:
                 self._options.displace_weights(node, model)
             self.suspend(instance)
         else:
             self.leave(instance)
-
-    def _resumes_faster(self, instance: Instance) -> bool:
-        """True if a snapshot restores faster than a new start.
-
-        The weights of a new start may still be on the device.
-        """
-        world, model, path = self._world, instance.model, instance.parts[0].device.path
-        stays = "reuse" in world.can and not world.runtime.exclusive
-        load = 0.0 if stays else model.weights / min(link.bandwidth for link in path)
-        back = world.runtime.startup.restore_s + model.snapshot / min(link.bandwidth for link in path)
-        return back < world.startup_seconds(0.0, load)
 
     def leave(self, instance: Instance) -> None:
         """Stop an instance; its memory is free after `leave_s`."""
@@ -161,7 +144,7 @@ class Stops:
     def _snapshot(self, instance: Instance) -> None:
         world, model, part = self._world, instance.model, instance.parts[0]
         node, name = part.device.node, f"snapshot:{instance.model.name}"
-        if not _may_have_snapshot(instance) or not node.dram.add(name, model.snapshot):
+        if not can_have_snapshot(instance) or not node.dram.add(name, model.snapshot):
             self.leave(instance)
             return
         node.dram.pin(name)
@@ -193,12 +176,6 @@ class Stops:
         if instance.state == "leaving":
             self._on_gone(instance, keep_weights=False)
         return runs
-
-
-def _may_have_snapshot(instance: Instance) -> bool:
-    """True for a whole instance whose model has no snapshot on its node."""
-    node = instance.parts[0].device.node
-    return len(instance.parts) == 1 and f"snapshot:{instance.model.name}" not in node.dram
 
 
 def _cancel(timer: Timer | None) -> None:

@@ -143,7 +143,7 @@ class World:
             miss_probability=self.popularity(model),
             reuse_probability=self._estimate_reuse(model, instance.leaves_at),
             reload_s=(reload := self.reload_seconds(device, model, model.weights)),
-            delay_s=self._later_seconds(device, model, reload),
+            delay_s=self._later_seconds(device, instance, reload),
             requests_per_s=request_rate(model.total, self.clock.now, self.clock.now - model.last_asked),
             resume_s=resume if not moves else min(m.total_s for m in moves),
             move_to=min(moves, key=lambda m: (m.total_s, m.device)).device if moves else "",
@@ -242,12 +242,16 @@ class World:
         links = (*node.source(node.tier(model.name)), *device.path)
         return nbytes / min(link.bandwidth for link in links)
 
-    def _later_seconds(self, device: SimDevice, model: SimModel, reload: float) -> float:
+    def _later_seconds(self, device: SimDevice, instance: Instance, reload: float) -> float:
         """Return the seconds by which eviction delays the model's next request.
 
-        They are those of a new start, or of a load during which the request executes.
+        They are those of a new start, of a restore where the instance would be suspended, or of a
+        load during which the request executes.
         """
+        model = instance.model
         if not self.runtime.exclusive:
+            if not instance.runs and self.is_suspended_when_evicted(instance):
+                return self._restore_seconds(device.node, model)
             return self._least_start_seconds(device.node, model)
         return max(0.0, reload - model.exec_seconds(0, model.mean_output)) if self.runtime.late_execution else reload
 
@@ -311,6 +315,22 @@ class World:
         restores = [self._restore_seconds(n, model) for n in nodes if f"snapshot:{model.name}" in n.dram]
         return min([*restores, *(self._least_start_seconds(n, model) for n in nodes)], default=0.0)
 
+    def is_suspended_when_evicted(self, instance: Instance) -> bool:
+        """True if an idle instance is suspended for others because it returns sooner from that.
+
+        A snapshot has the weights, so it takes the place of their copy in host memory, unless that
+        is being loaded to another device. It displaces nothing else, because other models would
+        then load from slower tiers. The weights of a new start may still be on the device.
+        """
+        node, model = instance.parts[0].device.node, instance.model
+        if "suspend" not in self.can or not can_have_snapshot(instance):
+            return False
+        if model.snapshot > node.dram.free + node.dram.evictable_bytes(model.name):
+            return False
+        stays = "reuse" in self.can and not self.runtime.exclusive
+        load = 0.0 if stays else model.weights / min(link.bandwidth for link in node.devices[0].path)
+        return self._restore_seconds(node, model) < self.startup_seconds(0.0, load)
+
     def _restore_seconds(self, node: SimNode, model: SimModel) -> float:
         """Return the seconds to restore a snapshot over links that nothing else uses."""
         return self.runtime.startup.restore_s + model.snapshot / min(link.bandwidth for link in node.devices[0].path)
@@ -332,3 +352,9 @@ class World:
             model.group.replicas_max,
             model.peak,
         )
+
+
+def can_have_snapshot(instance: Instance) -> bool:
+    """True for a whole instance whose model has no snapshot on its node."""
+    node = instance.parts[0].device.node
+    return len(instance.parts) == 1 and f"snapshot:{instance.model.name}" not in node.dram

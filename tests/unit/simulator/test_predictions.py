@@ -1,0 +1,52 @@
+"""Predicted costs equal what happens: of victims, and of starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.domain.policies import thaw
+from services.scheduler.domain.policies.common import arrivals, choose_soonest, evict_lru, keep_setting, one_each
+from services.scheduler.domain.policies.port import Profile, Resident
+from simulator.config import Batching, ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
+from simulator.controller import Controller
+from simulator.workloads.request import Request
+from simulator.world import World
+
+PLAIN = Profile("plain", arrivals, evict_lru, choose_soonest, keep_setting, one_each)
+LONG = Batching(prefill_tokens_per_second=1000, tpot_ms=100, concurrency=1)
+
+
+def cluster(runtime: Runtime, **more: object) -> ClusterFile:
+    links = LinkSpeeds(remote=1, ssd=5, device=20)
+    node = {"devices": 1, "device_gb": 20, "dram_gb": 100, "links": links, **more}
+    return ClusterFile(nodes=(NodeGroup.model_validate(node),), runtime=runtime)
+
+
+def model(name: str, **more: object) -> ModelGroup:
+    return ModelGroup.model_validate({"name": name, "weights_gb": 10, "service": Fixed(seconds=1), "slo_ttft": 10, **more})
+
+
+def resident_at(at: float, machines: ClusterFile, models: list[ModelGroup], requests: list[Request]) -> Resident:
+    """Return what the policy `thaw` sees on the first device at that time."""
+    world = World(machines, models, thaw.PROFILE, 0)
+    found: list[Resident] = []
+    world.clock.at(at, lambda: found.extend(world.view(world.devices["node-0/0"]).residents))
+    Controller(world).run(requests)
+    return found[0]
+
+
+@pytest.mark.parametrize(("snapshot_gb", "expected_s"), [(4, 0.1 + 4 / 20), (12, 3 + 10 / 20)])
+def test_victim_costs_its_restore_if_it_would_be_suspended_and_otherwise_a_start(snapshot_gb: int, expected_s: float) -> None:
+    """10 GB of host memory have room for a snapshot of 4 GB, in the place of the weights."""
+    machines = cluster(Runtime(in_dram=True, startup=Startup(container_s=3, restore_s=0.1)), dram_gb=10)
+    requests = [Request(0, "a", 1, 1), Request(60, "a", 1, 1)]
+    found = resident_at(50, machines, [model("a", snapshot_gb=snapshot_gb)], requests)
+    assert found.state == "idle"
+    assert found.delay_s == pytest.approx(expected_s)
+
+
+def test_victim_that_serves_costs_a_start_although_it_could_be_suspended_when_idle() -> None:
+    runtime = Runtime(in_dram=True, startup=Startup(container_s=3, restore_s=0.1))
+    found = resident_at(5, cluster(runtime), [model("a", service=LONG)], [Request(0, "a", 100, 101)])
+    assert found.state == "serving"
+    assert found.delay_s == pytest.approx(3 + 10 / 20)

@@ -50,3 +50,11 @@ def test_victim_that_serves_costs_a_start_although_it_could_be_suspended_when_id
     found = resident_at(5, cluster(runtime), [model("a", service=LONG)], [Request(0, "a", 100, 101)])
     assert found.state == "serving"
     assert found.delay_s == pytest.approx(3 + 10 / 20)
+
+
+def test_resuming_the_requests_of_a_preempted_instance_includes_no_start() -> None:
+    """The other device is a migration target: the start there is part of the migration only."""
+    runtime = Runtime(in_dram=True, startup=Startup(container_s=3))
+    found = resident_at(5.6, cluster(runtime, devices=2), [model("a", service=LONG)], [Request(0, "a", 100, 101)])
+    assert found.moves
+    assert found.resume_s == pytest.approx((100 + 21) / 1000, abs=0.002)

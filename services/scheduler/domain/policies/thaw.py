@@ -100,9 +100,14 @@ def _loss(r: Resident) -> float:
         return 0.0
     return (
         (r.miss_probability if r.reuse_probability is None else r.reuse_probability)
-        * total_delay_s(r.reload_s if r.delay_s is None else r.delay_s, r.requests_per_s)
+        * total_delay_s(_return_s(r), r.requests_per_s)
         * r.sensitivity
     )
+
+
+def _return_s(r: Resident) -> float:
+    """Return the seconds by which eviction delays the model's next request."""
+    return r.reload_s if r.delay_s is None else r.delay_s
 
 
 def _choose_cheapest(idle: list[Resident], short: int) -> list[Resident] | None:
@@ -163,7 +168,7 @@ def _plan_preemption(ask: Ask, idle: list[Resident], serving: list[Resident], sh
     worth = []
     for r in serving:
         instead = ask.exec_s if r.priority >= ask.priority else 0.0
-        if not r.remaining_s or r.remaining_s > r.reload_s + (r.resume_s or 0.0) + instead:
+        if not r.remaining_s or r.remaining_s > _return_s(r) + (r.resume_s or 0.0) + instead:
             worth.append(r)
     if not worth:
         return None
@@ -182,7 +187,7 @@ def _plan_preemption(ask: Ask, idle: list[Resident], serving: list[Resident], sh
         if freed - r.nbytes >= short:
             taken.remove(r)
             freed -= r.nbytes
-    lost = sum([_loss(r) if r.state != "serving" else (r.reload_s + (r.resume_s or 0.0)) * r.sensitivity for r in taken])
+    lost = sum([_loss(r) if r.state != "serving" else (_return_s(r) + (r.resume_s or 0.0)) * r.sensitivity for r in taken])
     return _clearance("preempt", taken, lost)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +56,15 @@ def test_serving_instance_migrates_rather_than_being_preempted() -> None:
 def test_instance_that_finishes_before_it_could_restart_is_not_preempted() -> None:
     nearly = Resident("a", "a", 10, "serving", active=1, resume_s=1.0, remaining_s=0.5, reload_s=5)
     assert clear(ASK, device(nearly), 10, 0.0) is None
+
+
+def test_preemption_costs_the_whole_restart_and_not_only_the_load_of_its_bytes() -> None:
+    """Its request ends after 5 s; preempted, it would wait 8 s for a start, 1 s of it a load."""
+    serving = Resident("a", "a", 10, "serving", active=1, remaining_s=5.0, reload_s=1.0, delay_s=8.0)
+    assert clear(Ask("new", 10, 1.0, priority=1), device(serving), 10, 0.0) is None
+    found = clear(Ask("new", 10, 1.0, priority=1), device(replace(serving, remaining_s=9.0)), 10, 0.0)
+    assert found is not None
+    assert (found.how, found.penalty_s) == ("preempt", 8.0)
 
 
 def test_choice_minimizes_own_time_plus_the_loss_of_others() -> None:

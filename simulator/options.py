@@ -117,7 +117,7 @@ class Options:
         if clearance is None:
             return
         first = model.prefill_seconds(ask.prompt_tokens, model.service_on(node.group.kind))
-        clear = clearance.delay_s + (world.runtime.startup.leave_s if clearance.how != "none" else 0.0)
+        clear = self._clear_seconds(device, model, model.need - resident, clearance)
         snapshot = self.snapshots.get((node.name, model.name))
         if snapshot is not None and "suspend" in world.can:
             took = node.network.estimate_seconds(device.path, snapshot) + world.runtime.startup.restore_s
@@ -129,7 +129,7 @@ class Options:
         fetch = world.fetches.estimate_seconds(node, None if resident else model.name, path, missing)
         load = node.network.estimate_seconds(device.path, missing)
         merge = self.merge_seconds(device, model) if resident or device.kept else 0.0
-        total = clear + world.startup_seconds(fetch, load) + merge + first
+        total = world.startup_seconds(fetch, load + merge, clear) + first
         phases = {"clear": clear, "fetch": fetch, "load": load, "merge": merge, "prefill": first}
         way: Way = "reuse" if resident else "load"
         yield self._option(device, model, way, clearance, phases, total, source=tier, resident=resident)
@@ -168,6 +168,16 @@ class Options:
         if found is None or (needed := _NEEDS.get(found.how)) is None or needed in world.can:
             return found
         return replace(found, how="evict") if found.how == "suspend" and self._all_idle(device, found) else None
+
+    def _clear_seconds(self, device: SimDevice, model: SimModel, need: int, clearance: Clearance) -> float:
+        """Return the seconds until `need` bytes are free.
+
+        Instances have to leave; reusable weights are dropped when the memory is taken.
+        """
+        own = device.kept[model.name].nbytes if model.name in device.kept else 0
+        if need - self._world.free(device) <= device.kept_bytes - own:
+            return 0.0
+        return clearance.delay_s + self._world.runtime.startup.leave_s
 
     def _at_most(self, device: SimDevice) -> int:
         """Return the bytes that could become free there at most."""

@@ -266,20 +266,26 @@ class World:
         fetch = self.fetches.estimate_seconds(node, model.name, node.source(node.tier(model.name)), nbytes)
         return self.startup_seconds(fetch, node.network.estimate_seconds(device.path, nbytes))
 
-    def startup_seconds(self, fetch: float, load: float) -> float:
+    def startup_seconds(self, fetch: float, load: float, clear: float = 0.0) -> float:
         """Return the seconds of a start without its first prompt.
 
         They are those of HydraServe's Eq. 5 with every overlap, and of its Eq. 1 with none.
+
+        Args:
+            fetch: Seconds from the source to the node's memory.
+            load: Seconds on to the device.
+            clear: Seconds until the device has room. The engine starts meanwhile, and bytes move
+                afterwards.
         """
         s = self.runtime.startup
-        context = s.container_s + s.context_s
-        engine = context + s.libraries_s
+        context = max(clear, s.container_s + s.context_s)
+        engine = max(clear, s.container_s + s.context_s + s.libraries_s)
         if not s.prefetch:
             fetched = engine + fetch
             loaded = max(fetched, engine + load) if s.stream else fetched + load
         else:
-            begin = context if s.overlap else engine
-            loaded = max(begin + load, fetch) if s.stream else max(begin, fetch) + load
+            begin, fetched = context if s.overlap else engine, clear + fetch
+            loaded = max(begin + load, fetched) if s.stream else max(begin, fetched) + load
         return max(loaded, engine) + s.init_s + s.warm_up_s
 
     def ask_of(self, model: SimModel, missing: int = 1) -> Ask:

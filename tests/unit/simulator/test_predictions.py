@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.scheduler.domain.policies import thaw
@@ -9,6 +11,7 @@ from services.scheduler.domain.policies.common import arrivals, choose_soonest, 
 from services.scheduler.domain.policies.port import Profile, Resident
 from simulator.config import Batching, ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
 from simulator.controller import Controller
+from simulator.simulate import simulate
 from simulator.workloads.request import Request
 from simulator.world import World
 
@@ -58,3 +61,29 @@ def test_resuming_the_requests_of_a_preempted_instance_includes_no_start() -> No
     found = resident_at(5.6, cluster(runtime, devices=2), [model("a", service=LONG)], [Request(0, "a", 100, 101)])
     assert found.moves
     assert found.resume_s == pytest.approx((100 + 21) / 1000, abs=0.002)
+
+
+def errors(runtime: Runtime, models: list[ModelGroup], requests: list[Request], **node: object) -> list[float]:
+    """Return what each start took beyond its prediction, where stopped instances leave weights."""
+    profile = replace(PLAIN, uses=frozenset({"reuse"}))
+    return simulate(cluster(runtime, **node), models, requests, profile).prediction_errors
+
+
+@pytest.mark.parametrize("is_in_dram", [True, False])
+def test_start_is_predicted_to_load_its_container_while_the_victim_leaves(is_in_dram: bool) -> None:
+    """The container takes longer than the victim; a fetch begins when the victim is gone."""
+    runtime = Runtime(in_dram=is_in_dram, startup=Startup(container_s=1, init_s=0.5, leave_s=0.25))
+    found = errors(runtime, [model("a", kv_gb=5), model("b", weights_gb=15)], [Request(0, "a", 1, 1), Request(50, "b", 1, 1)])
+    assert found == pytest.approx([0.0, 0.0])
+
+
+def test_start_is_predicted_to_drop_reusable_weights_in_no_time() -> None:
+    runtime = Runtime(in_dram=True, startup=Startup(leave_s=0.25))
+    found = errors(runtime, [model("a", keep_alive=1), model("b", weights_gb=14)], [Request(0, "a", 1, 1), Request(50, "b", 1, 1)])
+    assert found == pytest.approx([0.0, 0.0])
+
+
+def test_start_is_predicted_to_merge_free_memory_while_its_weights_are_fetched() -> None:
+    runtime = Runtime(merge_gb_per_second=100)
+    found = errors(runtime, [model("a", keep_alive=1), model("b")], [Request(0, "a", 1, 1), Request(50, "b", 1, 1)])
+    assert found == pytest.approx([0.0, 0.0])

@@ -85,11 +85,13 @@ class Options:
         here = next((i for i in device.instances.values() if i.model is model), None)
         if here is not None:
             if here.open:
-                yield Option((world.view(device),), "ready", Cost(ask.exec_s), resident_bytes=model.weights, source="ready")
+                cost = Cost(ask.exec_s, {"prefill": ask.exec_s})
+                yield Option((world.view(device),), "ready", cost, resident_bytes=model.weights, source="ready")
             return
         clearance = self._clearance(ask, device, model.need)
         if clearance is None:
             return
+        clear, is_late = self._clear_seconds(device, model, model.need, clearance), world.runtime.late_execution
         if "peer_copy" in world.can:
             ready_on = [p.device for i in model.instances.values() if i.state == "ready" for p in i.parts]
             holders = [
@@ -100,12 +102,17 @@ class Options:
             if holders:
                 _, key, link = max(holders, key=lambda h: (h[0], h[1]))
                 took = device.node.network.estimate_seconds((link,), model.weights)
-                yield self._option(device, model, "peer_copy", clearance, {"load": took}, max(took, ask.exec_s), source=key)
+                total = max(took, ask.exec_s) if is_late else took + ask.exec_s
+                phases = {"clear": clear, "load": took, "prefill": ask.exec_s}
+                yield self._option(device, model, "peer_copy", clearance, phases, clear + total, source=key)
                 return
-        tier = device.node.tier(model.name)
-        took = world.start_seconds(device, model, model.weights)
-        total = max(took, ask.exec_s) if world.runtime.late_execution else took + ask.exec_s
-        yield self._option(device, model, "load", clearance, {"load": took}, total, source=tier)
+        fetch, load = world.transfer_seconds(device, model, model.weights)
+        if is_late:
+            total = max(world.loading_seconds(fetch, load, clear), clear + ask.exec_s)
+        else:
+            total = world.startup_seconds(fetch, load, clear) + ask.exec_s
+        phases = {"clear": clear, "load": world.loading_seconds(fetch, load), "prefill": ask.exec_s}
+        yield self._option(device, model, "load", clearance, phases, total, source=device.node.tier(model.name))
 
     # Devices that instances share by memory.
 

@@ -262,12 +262,21 @@ class World:
 
     def start_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> float:
         """Return the seconds until a start is ready, with queueing on its links (q + n/b)."""
+        return self.startup_seconds(*self.transfer_seconds(device, model, nbytes))
+
+    def transfer_seconds(self, device: SimDevice, model: SimModel, nbytes: int) -> tuple[float, float]:
+        """Return the seconds to the node's memory, and on to the device, with queueing."""
         node = device.node
         fetch = self.fetches.estimate_seconds(node, model.name, node.source(node.tier(model.name)), nbytes)
-        return self.startup_seconds(fetch, node.network.estimate_seconds(device.path, nbytes))
+        return fetch, node.network.estimate_seconds(device.path, nbytes)
 
     def startup_seconds(self, fetch: float, load: float, clear: float = 0.0) -> float:
-        """Return the seconds of a start without its first prompt.
+        """Return the seconds of a start without its first prompt, as in `loading_seconds`."""
+        s = self.runtime.startup
+        return self.loading_seconds(fetch, load, clear) + s.init_s + s.warm_up_s
+
+    def loading_seconds(self, fetch: float, load: float, clear: float = 0.0) -> float:
+        """Return the seconds until both the engine's process and its weights are there.
 
         They are those of HydraServe's Eq. 5 with every overlap, and of its Eq. 1 with none.
 
@@ -286,7 +295,7 @@ class World:
         else:
             begin, fetched = context if s.overlap else engine, clear + fetch
             loaded = max(begin + load, fetched) if s.stream else max(begin, fetched) + load
-        return max(loaded, engine) + s.init_s + s.warm_up_s
+        return max(loaded, engine)
 
     def ask_of(self, model: SimModel, missing: int = 1) -> Ask:
         """Return the demand for one more instance of the `missing` ones."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from services.scheduler.domain.policies import thaw
-from services.scheduler.domain.policies.common import arrivals, choose_soonest, evict_lru, keep_setting, one_each
-from services.scheduler.domain.policies.port import Profile, Resident
+from services.scheduler.domain.policies.common import (
+    arrivals,
+    choose_soonest,
+    evict_lru,
+    keep_setting,
+    keep_until_needed,
+    one_each,
+)
+from services.scheduler.domain.policies.port import Ask, Option, Profile, Resident
 from simulator.config import Batching, ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
 from simulator.controller import Controller
 from simulator.simulate import simulate
@@ -87,3 +95,50 @@ def test_start_is_predicted_to_merge_free_memory_while_its_weights_are_fetched()
     runtime = Runtime(merge_gb_per_second=100)
     found = errors(runtime, [model("a", keep_alive=1), model("b")], [Request(0, "a", 1, 1), Request(50, "b", 1, 1)])
     assert found == pytest.approx([0.0, 0.0])
+
+
+def beside_predictions(machines: ClusterFile, models: list[ModelGroup], requests: list[Request]) -> list[tuple[float, float]]:
+    """Return the predicted and the measured seconds of each request, on exclusive devices."""
+    predicted: list[float] = []
+
+    def choose(ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+        chosen = choose_soonest(ask, options, seed)
+        predicted.extend([chosen.cost.total_s] if chosen is not None else [])
+        return chosen
+
+    profile = replace(PLAIN, choose=choose, keep=keep_until_needed, uses=frozenset({"peer_copy"}))
+    served = simulate(machines, models, requests, profile).served
+    return list(zip(predicted, [s.ttft for s in sorted(served, key=lambda s: s.number)], strict=True))
+
+
+@pytest.mark.parametrize("late_execution", [True, False])
+@pytest.mark.parametrize("container_s", [0.0, 1.0])
+def test_exclusive_start_is_predicted_with_the_time_until_its_victim_is_gone(container_s: float, late_execution: bool) -> None:
+    startup = Startup(container_s=container_s, init_s=2, leave_s=0.5)
+    machines = cluster(Runtime(exclusive=True, late_execution=late_execution, in_dram=True, startup=startup))
+    models = [model("a", weights_gb=15), model("b", weights_gb=15)]
+    for predicted, measured in beside_predictions(machines, models, [Request(0, "a", 1, 1), Request(50, "b", 1, 1)]):
+        assert predicted == pytest.approx(measured)
+
+
+@pytest.mark.parametrize("late_execution", [True, False])
+def test_peer_copy_is_predicted_with_the_time_until_its_victim_is_gone(late_execution: bool) -> None:
+    links = LinkSpeeds(remote=1, ssd=5, device=20, peer=40)
+    runtime = Runtime(exclusive=True, late_execution=late_execution, in_dram=True, startup=Startup(leave_s=0.5))
+    requests = [Request(0, "a", 1, 1), Request(0, "b", 1, 1), Request(50, "a", 1, 1), Request(50.1, "a", 1, 1)]
+    models = [model("a", weights_gb=15), model("b", weights_gb=15)]
+    found = beside_predictions(cluster(runtime, devices=2, links=links), models, requests)
+    assert len(found) == 4
+    for predicted, measured in found:
+        assert predicted == pytest.approx(measured)
+
+
+def test_execution_counts_once_in_the_time_until_the_objective_on_exclusive_devices() -> None:
+    """Near, b is there after 0.5 s and done 1 s later, within 2 s; far, it is loaded after 5 s."""
+    node = {"devices": 1, "device_gb": 12, "dram_gb": 100}
+    near = NodeGroup.model_validate({"name": "near", **node, "kind": "near", "links": LinkSpeeds(remote=1, ssd=1, device=20)})
+    far = NodeGroup.model_validate({"name": "far", **node, "links": LinkSpeeds(remote=1, ssd=1, device=2)})
+    machines = ClusterFile(nodes=(near, far), runtime=Runtime(exclusive=True, late_execution=False, in_dram=True))
+    models = [model("a", kinds=["near"], sensitivity=100), model("b", slo_ttft=2)]
+    outcome = simulate(machines, models, [Request(0, "a", 1, 1), Request(10, "b", 1, 1)], thaw.PROFILE)
+    assert [s.ttft for s in outcome.served] == pytest.approx([1.5, 1.5])

@@ -134,7 +134,7 @@ class Device(Generic[InstanceT]):
         """Keys of the instances that are not ready yet."""
         self.busy, self.busy_since, self.busy_s = 0, 0.0, 0.0
         self.version = 1
-        self.view_of: tuple[int, float, int] = (0, 0.0, 0)
+        self.view_of: tuple[int, float, int, int] = (0, 0.0, 0, 0)
         self.view: DeviceView | None = None
 
     @property

@@ -1,6 +1,6 @@
 """The simulated state, and the policy's views of it.
 
-Views are cached until a device changes.
+Views are cached until a device changes, time passes, or a request arrives.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class World:
     def view(self, device: SimDevice) -> DeviceView:
         """Return the policy's view.
 
-        With preemption it contains progress and is valid for one moment.
+        It contains progress and the popularity of models, and is valid for one moment.
         """
-        made = (device.version, self.clock.now, self.asking) if self.interrupts else (device.version, 0.0, 0)
+        made = (device.version, self.clock.now, self.asking, self.arrived)
         if device.view is None or device.view_of != made:
             device.view, device.view_of = self._view(device), made
         return device.view

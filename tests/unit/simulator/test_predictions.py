@@ -19,6 +19,7 @@ from services.scheduler.domain.policies.common import (
 from services.scheduler.domain.policies.port import Ask, Option, Profile, Resident
 from simulator.config import Batching, ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
 from simulator.controller import Controller
+from simulator.policies import tangram
 from simulator.simulate import simulate
 from simulator.workloads.request import Request
 from simulator.world import World
@@ -142,3 +143,16 @@ def test_execution_counts_once_in_the_time_until_the_objective_on_exclusive_devi
     models = [model("a", kinds=["near"], sensitivity=100), model("b", slo_ttft=2)]
     outcome = simulate(machines, models, [Request(0, "a", 1, 1), Request(10, "b", 1, 1)], thaw.PROFILE)
     assert [s.ttft for s in outcome.served] == pytest.approx([1.5, 1.5])
+
+
+def test_popularity_counts_arrivals_that_change_no_device() -> None:
+    """All requests were for a until one for b arrives, which runs on another node."""
+    node = {"devices": 1, "device_gb": 20, "dram_gb": 100, "links": LinkSpeeds(remote=1, ssd=1, device=20)}
+    nodes = tuple(NodeGroup.model_validate({"name": name, "kind": name, **node}) for name in ("one", "two"))
+    machines = ClusterFile(nodes=nodes, runtime=Runtime(in_dram=True))
+    world = World(machines, [model("a", kinds=["one"]), model("b", kinds=["two"])], tangram.PROFILE, 0)
+    found: list[float] = []
+    for at in (30, 50):
+        world.clock.at(at, lambda: found.extend(r.miss_probability for r in world.view(world.devices["one-0/0"]).residents))
+    Controller(world).run([Request(0, "a", 1, 1), Request(40, "b", 1, 1), Request(60, "b", 1, 1)])
+    assert found == pytest.approx([1.0, 0.5])

@@ -28,7 +28,7 @@ class Controller:
         self.world = world
         self.options = Options(world)
         self.starts = Starts(world, self.options)
-        self.stops = Stops(world, self.options, self.starts, self.requeue)
+        self.stops = Stops(world, self.options, self.starts, self.requeue, self._on_freed)
         self.migrations = Migrations(
             world, self.starts, self._start_at, self.stops.leave, self._served_out, self._grant, self.requeue
         )
@@ -139,7 +139,7 @@ class Controller:
     def _grant(self, instance: Instance, run: Run) -> bool:
         """Reserve memory for the request's KV cache where instances have none.
 
-        Reusable weights are evicted for it.
+        Reusable weights are evicted for it, and idle instances unless others leave already.
         """
         world, model = self.world, instance.model
         if not world.runtime.elastic_kv or not model.kv_per_token or run.kv_bytes:
@@ -148,15 +148,18 @@ class Controller:
         wanted = min(int(model.kv_per_token * (run.prompt + run.output)), device.budget - model.need)
         short = wanted - world.free(device)
         if short > 0:
-            ask = Ask(model.name, wanted, 0.0)
-            found = world.profile.clear(ask, world.view(device), short, world.clock.now)
+            world.asking = model.group.priority
+            exec_s = model.exec_seconds(run.prompt, run.output)
+            ask, view = Ask(model.name, wanted, 0.0, priority=world.asking, exec_s=exec_s), world.view(device)
+            found = world.profile.clear(ask, view, short, world.clock.now)
             if found is None:
                 return False
             for key in found.victims:
                 if key.startswith("weights:") and short > 0:
                     short -= device.drop(key.removeprefix("weights:"), short)
             if short > 0:
-                self.stops.clear(device, found)
+                if short > sum(r.nbytes for r in view.residents if r.state == "leaving"):
+                    self.stops.clear(device, found)
                 if world.free(device) < wanted:
                     return False
         run.kv_bytes, run.kv_device = wanted, device
@@ -169,7 +172,10 @@ class Controller:
         world, now, instance, model = self.world, self.world.clock.now, run.instance, run.model
         assert instance is not None
         assert run.begun is not None
-        run.release_kv()
+        if (device := run.kv_device) is not None:
+            run.release_kv()
+            world.touch(device)
+            self.starts.room(device)
         first = run.first_at if run.first_at is not None else now
         ttft = first - run.arrived
         tpot = (now - first) / (run.output - 1) if run.output > 1 and now > first else 0.0
@@ -230,8 +236,16 @@ class Controller:
         finally:
             self._pumping = False
 
+    def _on_freed(self) -> None:
+        """Decide again after the event that has freed memory, if models wait."""
+        if self._hungry:
+            self.world.clock.call_later(0.0, self.pump)
+
     def _consider(self) -> None:
         world = self.world
+        if world.runtime.elastic_kv:
+            for model in list(self._hungry):
+                self.dispatch(model)  # its instances may have memory for KV caches now
         if world.runtime.exclusive and not any(_is_available(d) for d in world.devices.values()):
             return
         asks = [world.ask_of(m, missing) for m in list(self._hungry) if (missing := self._count_missing(m))]

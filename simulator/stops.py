@@ -15,8 +15,12 @@ from simulator.world import World, can_have_snapshot
 
 
 class Stops:
-    def __init__(self, world: World, options: Options, starts: Starts, requeue: Callable[[list[Run]], None]) -> None:
+    def __init__(
+        self, world: World, options: Options, starts: Starts, requeue: Callable[[list[Run]], None], freed: Callable[[], None]
+    ) -> None:
         self._world, self._options, self._starts, self._requeue = world, options, starts, requeue
+        self._freed = freed
+        """Called when the memory of an instance has become free."""
         self.migrations: Migrations | None = None
         self._suspending: set[str] = set()
         """Instances that are suspended once their requests are finished."""
@@ -122,6 +126,7 @@ class Stops:
             world.touch(device)
         for part in instance.parts:
             self._starts.room(part.device)
+        self._freed()
 
     def preempt(self, instance: Instance) -> None:
         """Restart its requests elsewhere, from the prompt."""

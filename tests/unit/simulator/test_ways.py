@@ -11,6 +11,7 @@ from services.scheduler.domain.policies.common import (
     arrivals,
     choose_soonest,
     evict_lru,
+    evict_none,
     keep_setting,
     keep_until_needed,
     one_each,
@@ -37,6 +38,7 @@ from simulator.workloads.request import Request
 from simulator.world import World
 
 PLAIN = Profile("plain", arrivals, evict_lru, choose_soonest, keep_setting, one_each)
+LONG2 = Batching(prefill_tokens_per_second=1000, tpot_ms=100, concurrency=2)
 LONG = Batching(prefill_tokens_per_second=1000, tpot_ms=100, concurrency=1)
 
 
@@ -89,6 +91,36 @@ def test_elastic_kv_cache_displaces_reusable_weights() -> None:
     outcome = simulate(cluster(runtime), models, requests, profile)
     assert outcome.served[2].queued == pytest.approx(2 / 20)  # 3 GB of cache pushed out 2 of its 10 GB
     assert outcome.lost == 0
+
+
+@pytest.mark.parametrize("leave_s", [0.0, 0.25])
+def test_waiting_model_is_placed_when_an_instance_has_left_after_its_keep_alive(leave_s: float) -> None:
+    profile = replace(PLAIN, clear=evict_none)
+    runtime = Runtime(in_dram=True, startup=Startup(leave_s=leave_s))
+    models = [model("a", weights_gb=15, keep_alive=5), model("b", weights_gb=15)]
+    outcome = simulate(cluster(runtime), models, [ask(0, "a"), ask(2, "b")], profile)
+    # The first one is loaded in 0.75 s, serves 1 s, and stays 5 s.
+    assert [s.queued for s in outcome.served] == pytest.approx([0.75, 0.75 + 1 + 5 + leave_s - 2 + 0.75])
+
+
+def test_request_without_memory_for_its_kv_cache_is_served_when_another_has_ended() -> None:
+    runtime = Runtime(in_dram=True, elastic_kv=True)
+    models = [model(name, weights_gb=9, service=LONG, kv_mb_per_token=10) for name in "ab"]
+    outcome = simulate(cluster(runtime), models, [ask(0, "b", 100, 1), ask(10, "a", 100, 100), ask(12, "b", 100, 1)], PLAIN)
+    _, longer, waiting = sorted(outcome.served, key=lambda s: s.number)
+    # 18 GB of weights leave room for its cache of 2 GB.
+    assert longer.ended == pytest.approx(10.45 + 0.1 + 99 * 0.1)
+    assert waiting.queued == pytest.approx(longer.ended - 12)
+
+
+def test_one_idle_instance_leaves_for_the_kv_caches_of_requests_that_wait_for_it() -> None:
+    runtime = Runtime(in_dram=True, elastic_kv=True, startup=Startup(leave_s=0.25))
+    models = [*(model(name, weights_gb=5) for name in "ac"), model("b", weights_gb=8, service=LONG2, kv_mb_per_token=10)]
+    requests = [ask(0, "a"), ask(5, "c"), ask(10, "b", 100, 1), ask(50, "b", 100, 200), ask(50.1, "b", 100, 200)]
+    outcome = simulate(cluster(runtime), models, requests, PLAIN)
+    # Of 20 GB, 2 are free, a cache needs 3, and the least recently used instance leaves 5.
+    assert [s.queued for s in sorted(outcome.served, key=lambda s: s.number)[3:]] == pytest.approx([0.25, 0.15])
+    assert outcome.stops == 1
 
 
 def test_weights_are_copied_from_a_peer_that_executes_the_model() -> None:

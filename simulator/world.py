@@ -335,14 +335,14 @@ class World:
         A snapshot has the weights, so it takes the place of their copy in host memory, unless that
         is being loaded to another device. It displaces nothing else, because other models would
         then load from slower tiers. The weights of a new start may still be on the device.
+        Exclusive devices restore no snapshots.
         """
         node, model = instance.parts[0].device.node, instance.model
-        if "suspend" not in self.can or not can_have_snapshot(instance):
+        if "suspend" not in self.can or self.runtime.exclusive or not can_have_snapshot(instance):
             return False
         if model.snapshot > node.dram.free + node.dram.evictable_bytes(model.name):
             return False
-        stays = "reuse" in self.can and not self.runtime.exclusive
-        load = 0.0 if stays else model.weights / min(link.bandwidth for link in node.devices[0].path)
+        load = 0.0 if "reuse" in self.can else model.weights / min(link.bandwidth for link in node.devices[0].path)
         return self._restore_seconds(node, model) < self.startup_seconds(0.0, load)
 
     def _restore_seconds(self, node: SimNode, model: SimModel) -> float:

@@ -187,6 +187,15 @@ def test_evicted_instance_is_suspended_where_its_snapshot_displaces_no_other_wei
     assert outcome.served[-1].queued == pytest.approx(0.75 + 0.1 + 0.5 if expected == 2 else 3 + 0.5)
 
 
+def test_instance_on_an_exclusive_device_is_stopped_because_no_snapshot_is_restored_there() -> None:
+    models = [model("a"), model("b", weights_gb=15)]
+    runtime = Runtime(in_dram=True, exclusive=True, startup=Startup(container_s=3, restore_s=0.1))
+    profile = replace(PLAIN, keep=keep_until_needed, uses=frozenset({"suspend"}))
+    outcome = simulate(cluster(runtime, dram_gb=25), models, [ask(0, "a"), ask(10, "b"), ask(20, "a")], profile)
+    assert outcome.suspensions == 0
+    assert loads(outcome) == {"dram": 3}
+
+
 def held_in_memory(machines: ClusterFile, models: list[ModelGroup], asks: list[Request], profile: Profile) -> set[str]:
     """Return what the first node has in its memory at the end."""
     world = World(machines, models, profile, 0)

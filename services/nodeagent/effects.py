@@ -19,7 +19,7 @@ from services.nodeagent.adapters.publisher import Publisher
 from services.nodeagent.adapters.records import Records
 from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.domain import events as e
-from services.nodeagent.domain.state import Process
+from services.nodeagent.domain.state import Instance, Process
 from services.nodeagent.engines.executors import Executors
 from services.nodeagent.engines.exits import explain_exit, prune_logs, reports_fault
 from services.nodeagent.engines.launcher import Launcher
@@ -287,7 +287,7 @@ class EffectRunner:
             detached = await self._executors.detach(instance_id, pid, _DETACHES_WITHIN_S)
         except (Unreachable, DeadlineExceeded) as silent:
             fields = {"instance": instance_id, "pid": pid, "error": silent.message}
-            if not self._mesh.is_connected or self._mesh.reconnections != reconnections:
+            if self._was_nats_away(reconnections):
                 log.warning("failed to detach an instance while NATS was unreachable; retrying", extra=fields)
                 return  # its executor serves other models, and is not to blame
             log.error("the executor does not answer; ending it", extra=fields)
@@ -401,7 +401,7 @@ class EffectRunner:
         timeline = self._timelines.get_timeline(effect.instance_id)
         timeline.restoring(effect.way or "held")
         try:
-            used = await self._suspender.resume(instance, effect.way)
+            used = await (self._suspender.resume(instance, effect.way) if effect.way is not None else self._unpause(instance))
         except ThawError as error:
             log.error(
                 "failed to resume an instance; starting it cold",
@@ -412,6 +412,29 @@ class EffectRunner:
         finally:
             timeline.record_restored(instance.command.traceparent)
         self._post(e.Resumed(effect.instance_id, used))
+
+    async def _unpause(self, instance: Instance) -> int:
+        """Have a paused engine serve again, and return the bytes that it holds.
+
+        While NATS is unreachable, an engine without an answer is not to blame, and is asked again.
+
+        Raises:
+            RestoreFailed: It does not serve as before.
+        """
+        while True:
+            reconnections = self._mesh.reconnections
+            try:
+                return await self._suspender.resume(instance, None)
+            except ThawError:
+                now = self._loop.state.instances.get(instance.instance_id)
+                is_wanted = now is not None and now.process is Process.ALIVE and not now.stop_asked
+                if not (is_wanted and self._was_nats_away(reconnections)):
+                    raise
+                await asyncio.sleep(_ASK_AGAIN_S)
+
+    def _was_nats_away(self, reconnections: int) -> bool:
+        """True if NATS is unreachable, or was since `Mesh.reconnections` had this value."""
+        return not self._mesh.is_connected or self._mesh.reconnections != reconnections
 
     async def _assess(self, effect: e.Assess) -> None:
         await asyncio.sleep(effect.after_s)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+
+import pytest
 
 from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.domain import events as e
@@ -64,7 +67,16 @@ class FakeExecutors:
 
 
 class FakeSuspender:
-    """An engine whose template cannot be woken, and whose processes hang in a driver."""
+    """An engine whose template cannot be woken, and whose processes hang in a driver.
+
+    It serves again as `unpause` says.
+    """
+
+    def __init__(self, unpause: Callable[[], int]) -> None:
+        self._unpause = unpause
+
+    async def resume(self, *_: Any) -> int:
+        return self._unpause()
 
     async def hand_over(self, *_: Any) -> None:
         raise RestoreFailed("its process has ended")
@@ -81,7 +93,13 @@ class Node:
     """Effects of a node with fake ports, and the events that they post."""
 
     def __init__(
-        self, tmp_path: Path, tasks: asyncio.TaskGroup, *instances: Instance, mesh: FakeMesh, detach: Callable[[], InstanceDetached]
+        self,
+        tmp_path: Path,
+        tasks: asyncio.TaskGroup,
+        *instances: Instance,
+        mesh: FakeMesh,
+        detach: Callable[[], InstanceDetached],
+        unpause: Callable[[], int] = int,
     ) -> None:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.executors = FakeExecutors(detach)
@@ -93,7 +111,7 @@ class Node:
             "records": SimpleNamespace(charges_path=lambda name: tmp_path / f"{name}.charges"),
             "timelines": Timelines("nodeagent"),
             "meter": SimpleNamespace(oom_window=lambda: (None, None)),
-            "suspender": FakeSuspender(),
+            "suspender": FakeSuspender(unpause),
             "executors": self.executors,
         }
         parts = EffectPorts(publisher=cast(Any, None), **cast(Any, ports))
@@ -187,3 +205,38 @@ async def test_engine_that_has_no_time_to_drain_is_asked_once(tmp_path: Path) ->
             node = Node(tmp_path, tasks, known, mesh=mesh, detach=detached)
             node.runner.perform(e.RequestDrain("i", only_if_idle=False, reason="test"))
             assert await node.next_event() == e.DrainAnswered("i", only_if_idle=False, error=away.body())
+
+
+async def test_engine_that_does_not_serve_again_while_nats_is_away_is_asked_again(tmp_path: Path) -> None:
+    """It would be started cold, and its responses ended, once NATS is back."""
+    mesh, asked = FakeMesh(), itertools.count(1)
+
+    def unpause() -> int:
+        match next(asked):
+            case 1:
+                mesh.is_connected = False
+            case 2:
+                mesh.is_connected = True
+                mesh.reconnections += 1
+            case _:
+                return 60
+        raise RestoreFailed("no answer")
+
+    async with asyncio.TaskGroup() as tasks:
+        node = Node(tmp_path, tasks, instance("i"), mesh=mesh, detach=detached, unpause=unpause)
+        node.runner.perform(e.Resume("i", None))
+        assert await node.next_event() == e.Resumed("i", 60)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_engine_that_does_not_serve_again_is_asked_once_by_each_effect(tmp_path: Path, is_stopped: bool) -> None:
+    mesh, fault = FakeMesh(), RestoreFailed("no answer")
+    mesh.is_connected = not is_stopped
+
+    def unpause() -> int:
+        raise fault
+
+    async with asyncio.TaskGroup() as tasks:
+        node = Node(tmp_path, tasks, instance("i", stop_asked=is_stopped), mesh=mesh, detach=detached, unpause=unpause)
+        node.runner.perform(e.Resume("i", None))
+        assert await node.next_event() == e.ResumeFailed("i", fault.body())

@@ -26,7 +26,6 @@ from services.gateway.authorization import hash_key
 from services.nodeagent.suspend.cgroups import hierarchies
 from shared.contracts.models import ModelSpec
 from shared.contracts.node import InstanceState
-from shared.ports import free_port
 from shared.settings import NodeSettings
 from shared.sizing import need_of
 from tests.support import paced_zygote
@@ -34,6 +33,7 @@ from tests.support.adapters import write_adapter
 from tests.support.launcher import ROOT, Thaw
 from tests.support.mesh import listens, mapped_bytes
 from tests.support.real_engines import WHOLE, directory
+from tests.support.servers import kept_port
 from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
@@ -115,7 +115,8 @@ class Bed(Thaw):
         }
         (self.home / "thaw.yaml").write_text(json.dumps(document))
         self.start_mesh()
-        self.second_port = free_port()
+        self._second_kept = kept_port()
+        self.second_port = int(self._second_kept.getsockname()[1])
         self.keepers = {
             "gateway": self._keep("gateway", THAW_GATEWAY_PORT=str(self.second_port)),
             "scheduler": self._keep("scheduler", THAW_DATABASE_URL=self.endpoints["database_url"]),
@@ -171,6 +172,7 @@ class Bed(Thaw):
             self.keepers = {}
             self.balancer.close()
             self._http.close()
+            self._second_kept.close()
 
     def copy_logs(self, to: Path) -> None:
         for log in self.home.rglob("*.log"):
@@ -344,7 +346,7 @@ class Bed(Thaw):
         # A relay to the port of an engine that cannot listen on a Unix socket outlives its parent.
         if missing := {pid for pid in pids - engines - hosted if _RELAY not in _description(pid)}:
             faults.append(f"no engines, but processes of live instances: {[_description(pid) for pid in sorted(missing)]}")
-        present, mapped = sum(p.stat().st_blocks * 512 for p in self.segments()), mapped_bytes(engines)
+        present, mapped = self.shared_bytes(), mapped_bytes(engines)
         if mapped != present:
             faults.append(f"{present} bytes of shared memory, {mapped} mapped by live instances")
         return faults

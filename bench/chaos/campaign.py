@@ -171,12 +171,12 @@ class Campaign:
             try:
                 rows = self._bed.read_usage()
                 ledger, spending = read_rows(rows), [self._bed.read_spending(port) for port in self._bed.gateway_ports]
+                self._read_cluster()
             except httpx.HTTPError as e:
                 findings.metering_faults = [f"no view of the ledger: {e!r}"[:300]]
             else:
                 findings.metered_requests = sum(u.requests for u in ledger.values())
                 findings.metering_faults = find_faults(expected, ledger) + find_spending_faults(CALLERS, rows, spending)
-                self._read_cluster()
                 findings.device_time = self._measure_device_time(rows)
                 if fault := findings.device_time.find_fault():
                     findings.metering_faults.append(fault)

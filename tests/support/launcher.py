@@ -274,6 +274,14 @@ class Thaw:
         prefixes = tuple(segment_prefix(self.home, f"node-{i}") for i in range(4))
         return [p for p in Path("/dev/shm").iterdir() if p.name.startswith(prefixes)]
 
+    def shared_bytes(self) -> int:
+        """Return the bytes of the mesh's files under /dev/shm."""
+        total = 0
+        for path in self.segments():
+            with contextlib.suppress(FileNotFoundError):  # it is removed meanwhile
+                total += path.stat().st_blocks * 512
+        return total
+
     def assert_nothing_left(self) -> None:
         assert [f"{p.pid} {' '.join(command_of(p))}" for p in self.processes()] == []
         assert self.segments() == []

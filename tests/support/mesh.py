@@ -131,14 +131,6 @@ class Victim(Thaw):
             faults.append(f"{present} bytes of shared memory, and {mapped} mapped by live instances")
         return faults
 
-    def shared_bytes(self) -> int:
-        """Return the bytes of the mesh's files under /dev/shm."""
-        total = 0
-        for path in self.segments():
-            with contextlib.suppress(FileNotFoundError):  # it is removed meanwhile
-                total += path.stat().st_blocks * 512
-        return total
-
     def engines(self) -> list[psutil.Process]:
         """Return engine processes, forked or not."""
         return [p for p in self._engine_processes() if not listens(p)]

@@ -6,7 +6,7 @@ The recorded run gives the parameters by phase.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, linear_regression, median
@@ -100,15 +100,26 @@ def _span(spans: Iterable[PhaseSpan], phase: Phase, process: str = "") -> list[P
 
 
 def measure_parameters(
-    traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], separate: SeparateDevices | None = None
+    traces: Sequence[RequestTrace], loads: Sequence[LoadTrace], separate: SeparateDevices | None = None, *, overlap: bool = True
 ) -> Measured:
-    """Raises ValueError if the run has no warm request, or no start."""
+    """Return the parameters of a run.
+
+    Args:
+        traces: Its requests.
+        loads: Its starts.
+        separate: Its devices, if they have memory of their own.
+        overlap: Requests may have waited for others. If not, a long wait is one of the machine.
+
+    Raises:
+        ValueError: The run has no warm request, or no start.
+    """
+    mean: Callable[[Sequence[float]], float] = _trim_mean if overlap else fmean
     woken = _first_of_each(traces, loads)
     cold = [t for t in woken if _span(t.spans, Phase.INIT)]
     restored = [t for t in woken if _span(t.spans, Phase.RESTORE)]
     if not cold or all(t.cold for t in traces):
         raise ValueError("the recorded run has no warm request, or no start: nothing can be measured from it")
-    gateway = _trim_mean([min(s.start_ms for s in t.spans if s.process == SCHEDULER) for t in woken])
+    gateway = mean([min(s.start_ms for s in t.spans if s.process == SCHEDULER) for t in woken])
     message = fmean(
         max(0.0, min(s.start_ms for s in t.spans if s.process.startswith("nodeagent")) - _find_sent_at(t)) for t in woken
     )
@@ -119,7 +130,7 @@ def measure_parameters(
     waited = [x.more for x in starts if x.more] if separate else [x.more for x in starts]
     copies = [(t, found[-1]) for t in cold if (found := _copies(t))]
     reserves = [_span(load.spans, Phase.RESERVE, SCHEDULER) for load in loads]
-    leave = _trim_mean([found[-1].duration_ms for found in reserves if found])
+    leave = mean([found[-1].duration_ms for found in reserves if found] or [0.0])
     tokens = [(t.duration_ms - t.ttft_ms) / (t.completion_tokens - 1) for t in traces if t.ttft_ms and t.completion_tokens > 1]
     return Measured(
         max(0.0, gateway - message) / 1e3,
@@ -168,7 +179,7 @@ def _trim_mean(values: Sequence[float]) -> float:
 
     Larger values contain waiting, which the simulator adds by itself.
     """
-    return fmean(v for v in values if v <= 2 * median(values)) if values else 0.0
+    return fmean(v for v in values if v <= 2 * median(values))
 
 
 def _start(t: RequestTrace, message: float, prompt: float) -> StartTimes:
@@ -308,6 +319,8 @@ def compare_replay(
     given: Measured | None = None,
     policy: str = "thaw",
     separate: SeparateDevices | None = None,
+    *,
+    overlap: bool = True,
 ) -> dict[str, Any]:
     """Compare the recorded run with its replay.
 
@@ -318,9 +331,10 @@ def compare_replay(
         given: Parameters in place of the run's own.
         policy: The mesh's policy.
         separate: The mesh's devices, if they have memory of their own.
+        overlap: As in `measure_parameters`.
     """
     traces = sorted((t for t in traces if t.ttft_ms is not None), key=lambda t: t.received)
-    m = given or measure_parameters(traces, loads, separate)
+    m = given or measure_parameters(traces, loads, separate, overlap=overlap)
     cluster, models = machines(m, separate)
     requests = read_trace(export, NAMES)
     usual = StartTimes(m.container, m.init, m.warm_up, m.more)

@@ -92,13 +92,19 @@ def test_playground_offers_500_models_and_asks_one(page: Page, mesh: Thaw) -> No
     choice = page.get_by_label("Model", exact=False).first
     expect(choice.locator("option")).to_have_count(len(mesh.cluster()["models"]))
     check_size(page)
+    names: list[str] = choice.locator("option").evaluate_all("options => options.map(option => option.value)")
     choice.focus()
-    page.keyboard.type("model-317")
-    expect(choice).to_have_value("model-317")
+    page.keyboard.press("End")
+    # By steps: what is typed counts as one name only if less than a second passes between two keys.
+    for name in reversed(names[-3:]):
+        expect(choice).to_have_value(name)
+        page.keyboard.press("ArrowUp")
+    chosen = names[-4]
+    expect(choice).to_have_value(chosen)
     page.get_by_label("Tokens at most").fill("4")
     page.get_by_label("Message", exact=True).fill("Hi")
     page.keyboard.press("Control+Enter")
-    expect(page.get_by_role("status", name="Progress of model-317")).to_contain_text("first token after")
+    expect(page.get_by_role("status", name=f"Progress of {chosen}")).to_contain_text("first token after")
     assert serious_findings(page) == []
 
 

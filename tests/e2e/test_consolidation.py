@@ -95,7 +95,13 @@ def slow(pace: Pace) -> Iterator[contextlib.ExitStack]:
 
 
 @pytest.fixture
-def grouped(mesh: Roomy, server: TierServer, expected: Stream, slow: contextlib.ExitStack) -> Iterator[Stream]:
+def before(mesh: Roomy) -> set[str]:
+    """Return the migrations before the test's group starts."""
+    return set(mesh.records())
+
+
+@pytest.fixture
+def grouped(mesh: Roomy, server: TierServer, expected: Stream, slow: contextlib.ExitStack, before: set[str]) -> Iterator[Stream]:
     """Start a slow stream for which the scheduler chooses a group, and wait until that serves."""
     [stream] = start_in_groups(mesh, server, "far", OPTIONS, lambda: [Stream(mesh.url, body("far", **LONG)).start()])
     try:
@@ -117,9 +123,8 @@ def is_one_instance(mesh: Roomy) -> bool:
 
 
 def test_stream_runs_through_consolidation_and_the_memory_of_the_group_is_given_back(
-    mesh: Roomy, grouped: Stream, expected: Stream, slow: contextlib.ExitStack
+    mesh: Roomy, grouped: Stream, expected: Stream, slow: contextlib.ExitStack, before: set[str]
 ) -> None:
-    before = set(mesh.records())
     nodes = set(stages_of(mesh, "far").values())
     until(lambda: bool(whole(mesh, "preparing", "loading", "ready")), what="a whole instance starts")
     until(lambda: is_one_instance(mesh), what="the group has stopped")
@@ -190,10 +195,9 @@ def test_death_of_the_successor_during_its_start_leaves_the_group_and_it_is_trie
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_death_of_a_stage_during_the_migration(
-    mesh: Roomy, grouped: Stream, expected: Stream, slow: contextlib.ExitStack, victim: int
+    mesh: Roomy, grouped: Stream, expected: Stream, slow: contextlib.ExitStack, before: set[str], victim: int
 ) -> None:
     """The migrator is stopped until the stage is gone: the successor computes the tokens."""
-    before = set(mesh.records())
     with held(mesh.pid("migrator")):
         until(lambda: bool({r.migration_id for r in consolidations(mesh)} - before), what="the order is written")
         pids = {i["group"]["index"]: i["pids"][0] for i in instances(mesh) if i["group"] is not None}

@@ -22,6 +22,7 @@ from tests.integration.loader.checksums import write_sums
 from tests.integration.loader.conftest import Client, LoaderProcess
 from tests.integration.loader.statuses import status_where
 from tests.integration.loader.tiers_server import TierServer
+from tests.support import patient_loader
 from tests.support.servers import NatsServer
 from tests.support.sources import sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
@@ -205,6 +206,7 @@ def test_directory_is_served_only_while_unchanged(tmp_path: Path) -> None:
 async def second_node(client: Client, nats_server: NatsServer, home: Path) -> AsyncIterator[Client]:
     """Start the loader of another node, and return a client of it."""
     other = LoaderProcess(nats_server.url, home, OTHER)
+    other.module = patient_loader.MODULE
     other.home.mkdir()
     other.start()
     try:

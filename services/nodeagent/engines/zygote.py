@@ -251,12 +251,19 @@ class ZygoteLauncher:
             raise EngineFailed(f"The zygote could not be started: {e}") from e
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Handle messages until the connection ends. Kill a zygote that sends no first one."""
         with contextlib.suppress(ConnectionError):
-            async for line in reader:
+            try:
+                line = await run_within(_START_WITHIN_S, reader.readline())
+            except TimeoutError:
+                await self._kill_hung(_START_WITHIN_S)
+                return
+            while line:
                 try:
                     self._on_message(ZYGOTE_LINE.validate_json(line))
                 except ValidationError as e:
                     log.error("the zygote sent an invalid message", extra={"error": str(e)})
+                line = await reader.readline()
 
     def _on_message(self, message: ZygoteReady | EngineForked | EngineExited | ZygoteFailure) -> None:
         self._has_replied = True

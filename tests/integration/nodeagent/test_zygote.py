@@ -6,6 +6,9 @@ This zygote forks stub engines; a slow test has the real one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -191,6 +194,37 @@ async def test_zygote_that_hangs_is_killed_and_another_one_forks(
                 engine.kill()
             await zygotes.close()
             await asyncio.wait_for(running, 60)
+
+
+async def served(path: Path) -> None:
+    """Wait for the first message of the zygote that is starting on a socket."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_unix_connection(path)
+                await reader.readline()
+                writer.close()
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_zygote_of_an_earlier_agent_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zygote, "_START_WITHIN_S", 10.0)
+    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
+        path = Path(directory) / "z"
+        hung = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.stub_zygote", str(path))
+        zygotes = ZygoteLauncher(path, tmp_path / "zygote.log", {}, "tests.support.stub_zygote")
+        try:
+            await served(path)
+            hung.send_signal(signal.SIGSTOP)
+            running = asyncio.create_task(zygotes.run())
+            assert await asyncio.wait_for(hung.wait(), 60) == -signal.SIGKILL
+            await served(path)
+            await zygotes.close()
+            await asyncio.wait_for(running, 60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                hung.kill()
 
 
 async def test_a_start_that_an_older_zygote_cannot_decode_fails(tmp_path: Path) -> None:

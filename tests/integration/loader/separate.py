@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 from pydantic import SecretStr
 
 from services.loader import app
@@ -25,6 +27,7 @@ from tests.support.patient_mesh import PatientMesh
 from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import write_checkpoint
 from weights.convert.job import convert
+from weights.devices.pacing import Pacer
 from weights.pool.shm import SHM
 from weights.store.units import PAGE_BYTES
 
@@ -101,6 +104,23 @@ class SeparateLoader:
     async def attach(self, instance: str, card: ModelCard, device: str) -> WeightsAttached:
         ask = AttachWeights(instance_id=instance, card=card, until="complete", device=device, deadline_ms=60_000)
         return await self.mesh.request(subjects.loader_command(self.node), ask, WeightsAttached)
+
+
+@contextmanager
+def held_links() -> Iterator[None]:
+    """Let no copy over a link with a pace end before the block does."""
+    may_end, book = threading.Event(), Pacer.book
+
+    def book_later(pacer: Pacer, nbytes: int, now: float) -> float:
+        may_end.wait()
+        return book(pacer, nbytes, now)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pacer, "book", book_later)
+        try:
+            yield
+        finally:
+            may_end.set()
 
 
 @asynccontextmanager

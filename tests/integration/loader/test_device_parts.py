@@ -14,13 +14,13 @@ from shared.contracts.loader import AttachWeights, PrepareWeights, WeightsAttach
 from shared.contracts.segment import HEADER_BYTES, PagesHandle, SegmentHeader, SegmentIndex
 from shared.contracts.stages import DevicePart, LayerRange, RankOf, part_id, split_layers
 from shared.mapping import map_extents
-from tests.integration.loader.separate import SeparateLoader, separate_loader
+from tests.integration.loader.separate import SeparateLoader, held_links, separate_loader
 from tests.support.servers import NatsServer
 from tests.unit.loader.checkpoints import CONFIG, write_checkpoint
 from weights.pool.shm import SHM
 
 DEVICES = ("cpu:1", "cpu:2")
-LINK = "3MiB/s"
+LINK = "50MiB/s"
 HIDDEN = 1024
 LLAMA = {**CONFIG, "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 8}
 
@@ -39,9 +39,10 @@ def write(directory: Path) -> dict[str, Any]:
 async def prepare_and_attach(loader: SeparateLoader, directory: Path, parts: tuple[DevicePart, ...]) -> list[WeightsAttached]:
     card = await loader.client.card(directory)
     order = PrepareWeights(token=1, instance_id="i", card=card, parts=parts)
-    await loader.mesh.request(subjects.loader_command(loader.node), order, Done)
     buses = {f"bus:{p.device}" for p in parts}
-    loading = await loader.until(lambda status: {link.link for link in status.links if link.loads} >= buses)
+    with held_links():
+        await loader.mesh.request(subjects.loader_command(loader.node), order, Done)
+        loading = await loader.until(lambda status: {link.link for link in status.links if link.loads} >= buses)
     assert {s.weights_id for s in loading.segments} == {part_id(card.info.revision, p.layers, p.rank) for p in parts}
     found = []
     for p in parts:

@@ -11,7 +11,7 @@ import pytest
 
 from shared.contracts.segment import PagesHandle
 from shared.errors import CheckpointInvalid, InsufficientMemory
-from tests.integration.loader.separate import read, separate_loader, write_model
+from tests.integration.loader.separate import held_links, read, separate_loader, write_model
 from tests.support.servers import NatsServer
 from weights.pool.shm import SHM
 from weights.store.units import PAGE_BYTES
@@ -79,21 +79,22 @@ async def test_units_are_copied_from_another_device_although_their_instance_has_
     nats_server: NatsServer, tmp_path: Path
 ) -> None:
     base, other = write_model(tmp_path / "base", range(TENSORS)), write_model(tmp_path / "other", range(20, 32))
-    # Both links are slow, so that the copy lasts while the holder ends and others want its pages.
-    devices = "cpu:1=24MiB/separate,cpu:2=24MiB/separate@1MiB/s@cpu:1=1MiB/s"
+    # Both links are held, so that the copy lasts while the holder ends and others want its pages.
+    devices = "cpu:1=24MiB/separate,cpu:2=24MiB/separate@50MiB/s@cpu:1=50MiB/s"
     async with separate_loader(nats_server, tmp_path / "home", devices, "n-holder-gone") as loader:
         card, wanted = await loader.client.card(base), await loader.client.card(other, "other")
         content = read(await loader.attach("a", card, "cpu:1"))
         await loader.until_copied(TENSORS, 0)
         async with asyncio.TaskGroup() as tasks:
-            copying = tasks.create_task(loader.attach("b", card, "cpu:2"))
-            await loader.until(lambda s: s.memory[1].mapped_bytes > 0)
-            await loader.client.release("a")
-            held = await loader.until(lambda s: not any("a" in x.holders for x in s.segments))
-            assert held.memory[0].mapped_bytes > 0, "the copy holds its units"
-            refused = await loader.attach("c", wanted, "cpu:1")
-            assert refused.device_error is not None
-            assert refused.device_error.code == InsufficientMemory.code
+            with held_links():
+                copying = tasks.create_task(loader.attach("b", card, "cpu:2"))
+                await loader.until(lambda s: s.memory[1].mapped_bytes > 0)
+                await loader.client.release("a")
+                held = await loader.until(lambda s: not any("a" in x.holders for x in s.segments))
+                assert held.memory[0].mapped_bytes > 0, "the copy holds its units"
+                refused = await loader.attach("c", wanted, "cpu:1")
+                assert refused.device_error is not None
+                assert refused.device_error.code == InsufficientMemory.code
         assert read(copying.result()) == content
         await loader.client.release("c")
         after = await loader.until(lambda s: s.memory[0].mapped_bytes == 0)

@@ -51,7 +51,7 @@ async def test_a_fine_tune_reads_what_no_device_has(nats_server: NatsServer, tmp
 
 async def test_the_scheduler_predicts_a_copy_from_two_links_as_it_is_measured(nats_server: NatsServer, tmp_path: Path) -> None:
     base, tuned = write_model(tmp_path / "base", range(TENSORS)), write_model(tmp_path / "tuned", range(2, TENSORS + 2))
-    devices = "cpu:1=64MiB/separate,cpu:2=64MiB/separate@10MiB/s@cpu:1=20MiB/s"
+    devices = "cpu:1=64MiB/separate,cpu:2=64MiB/separate@2MiB/s@cpu:1=4MiB/s"
     async with separate_loader(nats_server, tmp_path / "home", devices, "n-predicted") as loader:
         card = await loader.client.card(base)
         await loader.attach("a", card, "cpu:1")
@@ -65,8 +65,8 @@ async def test_the_scheduler_predicts_a_copy_from_two_links_as_it_is_measured(na
         world.loader("n-predicted", status.memory, links=status.links, segments=status.segments)
         found = Forecast(world.state, other, world.now).predict(booking_of(world.state, "n-predicted", "cpu:2"), leaving=False)
         assert (found.source, found.peers, found.read_bytes) == ("dram", ("cpu:1",), 0)
-        # 20 MiB over 30 MiB/s: both links end at about the same time.
-        assert found.phases["load"] == pytest.approx(20 / 30 * 1e3 + 20, rel=0.01)
+        # 20 MiB over 6 MiB/s: both links end at about the same time.
+        assert found.phases["load"] == pytest.approx(20 / 6 * 1e3 + 20, rel=0.01)
         assert found.peer_bytes == pytest.approx(13.3 * MIB, rel=0.01)
         began = time.monotonic()
         await loader.attach("b", other, "cpu:2")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import gc
 import itertools
 import os
 import signal
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -21,7 +22,7 @@ from tests.support.by_folder import ByFolder
 from tests.support.examples import examples
 from tests.support.failure_names import FailureNames
 from tests.support.reaping import tie_to_this_process
-from tests.support.servers import NatsServer, PostgresServer
+from tests.support.servers import NatsServer, PostgresServer, kept_port
 
 # Failed assertions of helpers name their values, as those of test modules do.
 pytest.register_assert_rewrite(
@@ -113,6 +114,13 @@ def kernel_kills() -> Iterator[None]:
     with (Path(tempfile.gettempdir()) / "thaw-test-kernel-kills.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@pytest.fixture
+def new_port() -> Iterator[Callable[[], int]]:
+    """Return a function that picks a port for a server, and keeps it until the end of the test."""
+    with contextlib.ExitStack() as kept:
+        yield lambda: int(kept.enter_context(kept_port()).getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import base64
 import re
 import struct
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from enum import Enum
 from typing import Annotated, Any
 
@@ -16,7 +16,6 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from shared.ports import free_port
 from tests.support.launcher import Thaw
 
 SHARED = True
@@ -228,8 +227,8 @@ async def test_a_repetition_with_a_key_is_the_same_answer(clients: openai.AsyncO
     assert caught.value.code == "idempotency_key_reused"
 
 
-async def test_a_second_gateway_started_by_hand(mesh: Thaw, clients: openai.AsyncOpenAI) -> None:
-    port = free_port()
+async def test_a_second_gateway_started_by_hand(mesh: Thaw, clients: openai.AsyncOpenAI, new_port: Callable[[], int]) -> None:
+    port = new_port()
     environment = mesh.environment | {"THAW_NATS_URL": mesh.endpoints["nats_url"], "THAW_GATEWAY_PORT": str(port)}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.gateway", env=environment, stderr=asyncio.subprocess.DEVNULL

@@ -8,7 +8,7 @@ import json
 import time
 from asyncio.subprocess import Process
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from services.gateway.adapters.batch_store import BatchStore
 from services.gateway.adapters.file_store import FileStore
 from services.gateway.domain.batches.owner_state import OwnerBounds, OwnerState, StoredFile, add_file
 from shared.contracts import subjects
-from shared.ports import free_port
 from tests.integration.gateway.batches import CHAT, ended, jsonl, line, start
 from tests.integration.gateway.clients import openai_client
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
@@ -289,7 +288,7 @@ async def test_a_response_that_is_not_json_does_not_stop_the_batch(client: opena
 
 
 async def test_each_request_is_generated_once_when_gateways_are_killed(
-    own_nats: NatsAccount, node: FakeNode, tmp_path: Path
+    own_nats: NatsAccount, node: FakeNode, tmp_path: Path, new_port: Callable[[], int]
 ) -> None:
     gate = asyncio.Event()
 
@@ -299,7 +298,7 @@ async def test_each_request_is_generated_once_when_gateways_are_killed(
         await speak(run)
 
     engine = await node.engine("alpha", wait_then_speak)
-    ports = [free_port(), free_port()]
+    ports = [new_port(), new_port()]
     processes = [
         await spawn(THAW_NATS_URL=own_nats.url, THAW_GATEWAY_PORT=str(port), THAW_HOME=str(tmp_path / str(port))) for port in ports
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -9,7 +10,6 @@ import pytest
 
 from shared.contracts import subjects
 from shared.contracts.inference import InferRequest
-from shared.ports import free_port
 from tests.integration.gateway.conftest import CARDS, ServeFn, chat, until, until_listed
 from tests.integration.gateway.gateway_process import answers, spawn
 from tests.integration.gateway.idempotent_requests import KEY, TEXT, URL, claimed, ended, entry_of
@@ -21,10 +21,10 @@ from tests.support.nats_accounts import NatsAccount
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("owner", ["is lost", "ends the key", "began another attempt", "is of a later version"])
 async def test_response_whose_follower_was_killed_counts_once(
-    node: FakeNode, serve: ServeFn, own_nats: NatsAccount, ledger: Ledger, tmp_path: Path, owner: str
+    node: FakeNode, serve: ServeFn, own_nats: NatsAccount, ledger: Ledger, tmp_path: Path, owner: str, new_port: Callable[[], int]
 ) -> None:
     engine = await node.engine("alpha")
-    port, home = free_port(), tmp_path / "shared"
+    port, home = new_port(), tmp_path / "shared"
     base = f"http://127.0.0.1:{port}"
     follower = await spawn(THAW_NATS_URL=own_nats.url, THAW_GATEWAY_PORT=str(port), THAW_HOME=str(home))
     await until(lambda: answers(base, "/v1/models/alpha"), within=60)

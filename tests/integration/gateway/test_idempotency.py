@@ -6,6 +6,7 @@ Repetitions are concurrent, later, at another gateway, or after the owner's deat
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from shared.contracts.inference import InferRequest
 from shared.contracts.node import InstanceState
 from shared.errors import Conflict, EngineFailed
 from shared.messaging.streams import catalog_bucket
-from shared.ports import free_port
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.integration.gateway.gateway_process import answers, spawn
 from tests.integration.gateway.idempotent_requests import (
@@ -141,10 +141,12 @@ async def test_response_over_the_message_limit_is_generated_once(gateway: Served
     assert len(engine.requests) == 1
 
 
-async def test_a_killed_gateways_generation_is_joined(node: FakeNode, serve: ServeFn, own_nats: NatsAccount) -> None:
+async def test_a_killed_gateways_generation_is_joined(
+    node: FakeNode, serve: ServeFn, own_nats: NatsAccount, new_port: Callable[[], int]
+) -> None:
     paced = Paced()
     engine = await node.engine("alpha", paced)
-    port = free_port()
+    port = new_port()
     process = await spawn(THAW_NATS_URL=own_nats.url, THAW_GATEWAY_PORT=str(port))
     base = f"http://127.0.0.1:{port}"
     await until(lambda: answers(base, "/v1/models/alpha"), within=60)

@@ -6,12 +6,12 @@ import asyncio
 import signal
 import socket
 from asyncio.subprocess import Process
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
-from shared.ports import free_port
 from tests.integration.gateway.conftest import chat, until
 from tests.integration.gateway.gateway_process import answers, spawn
 from tests.support.fake_engine import FakeNode, hang
@@ -59,8 +59,8 @@ async def test_a_missing_key_of_a_certificate_is_named(tmp_path: Path) -> None:
     assert f"gateway: cannot use TLS: {key}: No such file" in log
 
 
-async def test_gateway_stops_while_nats_is_unreachable() -> None:
-    process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{free_port()}", THAW_GATEWAY_PORT=str(free_port()))
+async def test_gateway_stops_while_nats_is_unreachable(new_port: Callable[[], int]) -> None:
+    process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{new_port()}", THAW_GATEWAY_PORT=str(new_port()))
     assert process.stderr is not None
     async with asyncio.timeout(60):
         assert b"starting" in await process.stderr.readline()
@@ -68,8 +68,8 @@ async def test_gateway_stops_while_nats_is_unreachable() -> None:
     assert (await ended(process))[0] == 0
 
 
-async def test_gateway_without_nats_answers_503_until_it_is_available() -> None:
-    port, nats_port = free_port(), free_port()
+async def test_gateway_without_nats_answers_503_until_it_is_available(new_port: Callable[[], int]) -> None:
+    port, nats_port = new_port(), new_port()
     base = f"http://127.0.0.1:{port}"
     process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{nats_port}", THAW_GATEWAY_PORT=str(port), THAW_STARTING_TIMEOUT="1")
     await until(lambda: answers(base, "/health"), within=60)
@@ -98,8 +98,10 @@ async def test_gateway_without_nats_answers_503_until_it_is_available() -> None:
     assert status == 0
 
 
-async def test_sigterm_ends_streams_in_order_and_logs_no_prompt(node: FakeNode, own_nats: NatsAccount) -> None:
-    port = free_port()
+async def test_sigterm_ends_streams_in_order_and_logs_no_prompt(
+    node: FakeNode, own_nats: NatsAccount, new_port: Callable[[], int]
+) -> None:
+    port = new_port()
     base = f"http://127.0.0.1:{port}"
     process = await spawn(THAW_NATS_URL=own_nats.url, THAW_GATEWAY_PORT=str(port), THAW_DRAIN_TIMEOUT="0.2")
     await until(lambda: answers(base, "/v1/models/alpha"), within=60)
@@ -118,13 +120,13 @@ async def test_sigterm_ends_streams_in_order_and_logs_no_prompt(node: FakeNode, 
     assert "secret" not in log
 
 
-async def test_a_request_waits_for_nats_longer_than_a_clients_retries_would() -> None:
+async def test_a_request_waits_for_nats_longer_than_a_clients_retries_would(new_port: Callable[[], int]) -> None:
     """A request waits for NATS longer than a client's retries would.
 
     Chaos seed 5: a gateway restarted while NATS was stopped refused a client's three attempts
     within eight seconds.
     """
-    port, nats_port = free_port(), free_port()
+    port, nats_port = new_port(), new_port()
     base = f"http://127.0.0.1:{port}"
     process = await spawn(THAW_NATS_URL=f"nats://127.0.0.1:{nats_port}", THAW_GATEWAY_PORT=str(port))
     await until(lambda: answers(base, "/health"), within=60)

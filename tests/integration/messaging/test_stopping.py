@@ -27,7 +27,6 @@ from services.nodeagent.settings import NodeagentSettings
 from services.scheduler.app import run as scheduler
 from services.scheduler.settings import SchedulerSettings
 from shared.messaging import Mesh
-from shared.ports import free_port
 from tests.support.launcher import ROOT
 
 WITHIN_S = 60.0
@@ -43,12 +42,12 @@ SERVICES: dict[str, tuple[Service, type[Any]]] = {
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment(tmp_path: Path, new_port: Callable[[], int]) -> dict[str, str]:
     return {
         "THAW_HOME": str(tmp_path),
-        "THAW_NATS_URL": f"nats://somebody:secret@127.0.0.1:{free_port()}",
-        "THAW_DATABASE_URL": f"postgresql+asyncpg://nobody@127.0.0.1:{free_port()}/none",
-        "THAW_GATEWAY_PORT": str(free_port()),
+        "THAW_NATS_URL": f"nats://somebody:secret@127.0.0.1:{new_port()}",
+        "THAW_DATABASE_URL": f"postgresql+asyncpg://nobody@127.0.0.1:{new_port()}/none",
+        "THAW_GATEWAY_PORT": str(new_port()),
         "THAW_DEVICES": "cpu:0=1GiB",
         "THAW_ZYGOTE": "false",
     }

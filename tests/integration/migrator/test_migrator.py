@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 import urllib.request
+from collections.abc import Callable
 
 from shared.contracts.migration import LEASE_S
 from shared.messaging.streams import migrations_bucket
-from shared.ports import free_port
 from tests.integration.migrator.conftest import Site
 from tests.support.servers import NatsServer
 
 
-async def test_an_instance_is_emptied(site: Site) -> None:
-    port = free_port()
+async def test_an_instance_is_emptied(site: Site, new_port: Callable[[], int]) -> None:
+    port = new_port()
     source = await site.engine("a", "q-1", "p-1", "o-1")
     destination = await site.engine("b")
     site.migrator(migrator_metrics_port=port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from urllib.parse import urlsplit, urlunsplit
 
@@ -31,7 +32,6 @@ from shared.contracts.loader import CachedModel, LinkStatus, LoaderStatus, Segme
 from shared.contracts.models import ModelCard, ModelSpec
 from shared.contracts.plans import Candidate, PlanRecord
 from shared.errors import PullCancelled
-from shared.ports import free_port
 from tests.support.fake_node import model_info
 
 COUNT = 2500
@@ -154,10 +154,10 @@ async def test_plan_is_stored_with_its_prediction_and_error(migrated_url: str) -
         await engine.dispose()
 
 
-async def test_writable_server_is_used_at_any_position_of_the_list(database_url: str) -> None:
+async def test_writable_server_is_used_at_any_position_of_the_list(database_url: str, new_port: Callable[[], int]) -> None:
     server = urlsplit(plain_url(database_url))
     host = f"{server.hostname}:{server.port}"
-    unused = f"127.0.0.1:{free_port()}"
+    unused = f"127.0.0.1:{new_port()}"
 
     def listing(*hosts: str) -> str:
         return urlunsplit(server._replace(netloc=f"{server.username}@{','.join(hosts)}"))

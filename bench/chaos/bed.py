@@ -175,7 +175,7 @@ class Bed(Thaw):
             self._second_kept.close()
 
     def copy_logs(self, to: Path) -> None:
-        for log in self.home.rglob("*.log"):
+        for log in self.logs():
             target = to / log.relative_to(self.home)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(log, target)

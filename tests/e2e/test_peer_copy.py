@@ -106,8 +106,8 @@ def test_a_changed_unit_is_found_reported_and_not_served(mesh: Thaw) -> None:
     damage(mesh, "cpu:0")
     stream(mesh, "here").result().assert_same(expected)
     assert changed_units(mesh) == {"cpu:0": 1, "cpu:1": 0}
-    [log] = mesh.home.rglob("loader.node-0.log")
-    assert "the bytes of a reused unit have changed; it is copied again" in log.read_text()
+    log = (mesh.home / "logs" / "loader.node-0.log").read_text()
+    assert "the bytes of a reused unit have changed; it is copied again" in log
     # The device does not have the changed unit any more: the next start finds all as they were.
     stop(mesh, "here", "cpu:0")
     stream(mesh, "here").result().assert_same(expected)

@@ -121,7 +121,7 @@ def test_critical_path_equals_the_ttft_measured_by_the_client(mesh: Thaw, http: 
 def test_no_prompt_is_in_logs_or_spans(mesh: Thaw, http: httpx.Client, receiver: OtlpReceiver) -> None:
     ask(http)
     receiver.wait_for("chat demo")
-    logs = [p for p in mesh.home.rglob("*.log") if p.is_file()]
+    logs = mesh.logs()
     assert logs
     assert not [p for p in logs if SECRET in p.read_text(errors="replace")]
     assert not [s.name for _, s in receiver.spans if SECRET in str(s)]

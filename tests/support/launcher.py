@@ -254,8 +254,12 @@ class Thaw:
 
     def last_words(self) -> str:
         """Return the ends of all logs, for a failed test."""
-        logs = sorted(log for log in self.home.rglob("*.log") if log.is_file())  # a shared instance's is a link
-        return "".join(f"\n== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-8:]) for log in logs)
+        return "".join(f"\n== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-8:]) for log in self.logs())
+
+    def logs(self) -> list[Path]:
+        """Return all logs of the mesh; NATS makes and removes directories meanwhile."""
+        found = (Path(directory, name) for directory, _, names in os.walk(self.home) for name in names if name.endswith(".log"))
+        return sorted(log for log in found if log.is_file())  # a shared instance's is a link
 
     def processes(self) -> list[psutil.Process]:
         """Return every process that was started under this home."""

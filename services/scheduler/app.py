@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog, ensure_streams
+from services.scheduler.adapters.connection import Connection
 from services.scheduler.adapters.database import DATABASE_ERRORS, connect, migrate, plain_url, refused_login
 from services.scheduler.adapters.gc_tuning import freeze_heap, unfreeze_heap
 from services.scheduler.adapters.held_memory import FLUSH_PERIOD_S, HeldMemory
@@ -31,7 +32,7 @@ from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository, StaleEpoch
 from services.scheduler.adapters.statistics import persisted_part
-from services.scheduler.domain.events import Recovered, Tick
+from services.scheduler.domain.events import Recovered
 from services.scheduler.domain.lifecycle.deliveries import is_current
 from services.scheduler.domain.state.indexes import with_keep_alive
 from services.scheduler.handlers import Handlers
@@ -139,6 +140,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
         metrics.loaders = lambda: tuple(seen.status for seen in tuple(loop.state.loaders.values()))
         metrics.nodes = lambda: tuple(loop.state.presence.values())
         own = {
+            "tick": partial(_tick, loop, Connection(mesh)),
             "held memory": partial(_record_held, held, handlers),
             "reconnections": partial(_ask_again, mesh),
             "catalogue": partial(_check_catalogue, mesh, outbox),
@@ -164,6 +166,11 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
         await outbox.close()
         loads.close()
     return 0
+
+
+async def _tick(loop: SchedulerLoop, connection: Connection) -> None:
+    while True:
+        loop.post(await loop.next_tick(connection))
 
 
 async def _ask_again(mesh: Mesh) -> None:
@@ -236,11 +243,6 @@ async def _background_tasks(
     A task that fails is logged and begun again.
     """
 
-    async def tick() -> None:
-        while True:
-            await loop.next_tick()
-            loop.post(Tick(clock.now()))
-
     async def prune() -> None:
         while True:
             try:
@@ -270,7 +272,6 @@ async def _background_tasks(
                 log.warning("failed to persist loader status", extra={"error": repr(e)})
 
     timers: dict[str, Background] = {
-        "tick": tick,
         "prune": prune,
         "settle": settle,
         "remember": remember,

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from services.scheduler.adapters import clock
+from services.scheduler.adapters.connection import Connection
 from services.scheduler.adapters.load_traces import LoadTraces
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository, is_durable
 from services.scheduler.domain.busy import is_busy, is_node_lost_soon
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import Effect, LoadStarted, ReplyTo, StepDown
-from services.scheduler.domain.events import DemandBatch, DemandReceived, Event, LoaderStatusReceived, NodeStatusReceived
+from services.scheduler.domain.events import DemandBatch, DemandReceived, Event, LoaderStatusReceived, NodeStatusReceived, Tick
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.changes import Change, Traced, apply
 from services.scheduler.domain.state.cluster import ClusterState
@@ -93,14 +94,15 @@ class SchedulerLoop:
         """Return when no event waits to be decided or committed."""
         await self._events.join()
 
-    async def next_tick(self) -> None:
-        """Wait until the next Tick: `TICK_S`, or up to `IDLE_TICK_S` while the state is idle.
+    async def next_tick(self, connection: Connection) -> Tick:
+        """Return the next Tick after `TICK_S`, or up to `IDLE_TICK_S` while the state is idle.
 
         If the process did not run for a while, the messages that have arrived are handled before
-        the Tick, so that their senders do not count as silent.
+        the Tick, so that their senders do not count as silent. Nor do they while the connection
+        does not work; it is probed before a node is lost.
         """
         now = clock.now()
-        if not (self._is_busy(now) or is_node_lost_soon(self.state, now, self._policy, IDLE_TICK_S)):
+        if not (self._is_busy(now) or self._is_node_lost_soon(now)):
             self._busy.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_TICK_S - TICK_S):
@@ -108,9 +110,14 @@ class SchedulerLoop:
         await asyncio.sleep(TICK_S)
         if clock.now() - now > IDLE_TICK_S + PAUSED_S:
             await asyncio.sleep(IDLE_TICK_S)
+        due = clock.now()
+        return Tick(due, await connection.find_start(probe=self._is_node_lost_soon(due)))
 
     def _is_busy(self, now: float) -> bool:
         return is_busy(self.state, now, self._policy, IDLE_TICK_S)
+
+    def _is_node_lost_soon(self, now: float) -> bool:
+        return is_node_lost_soon(self.state, now, self._policy, IDLE_TICK_S)
 
     async def run(self, outbox: Outbox) -> None:
         """Run until cancelled.

@@ -93,11 +93,13 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
                 tx.put(Presence(node.name, now))
             restore_full_workers(tx)
         case Tick(at=due):
-            expire_demand(tx, due)
+            if is_silence_proved := event.proves_silence(policy.node_lost_after_s):
+                expire_demand(tx, due)
             charge_use(tx)
-            expire_silent_nodes(tx, due)
-            end_lost_pulls(tx, due)
-            stop_stalled_starts(tx)
+            if is_silence_proved:
+                expire_silent_nodes(tx, due)
+                end_lost_pulls(tx, due)
+                stop_stalled_starts(tx)
             adapt_alpha(tx)
             for pause in list(tx.state.cooldowns.values()):
                 if pause.until <= now:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from services.scheduler.domain.values import value
@@ -24,7 +25,19 @@ class Recovered:
 
 @value(frozen=True, slots=True)
 class Tick:
+    """The timer's event.
+
+    Attributes:
+        connected_since: Time since which the scheduler's own connection to NATS works; None: it
+            does not.
+    """
+
     at: float
+    connected_since: float | None = -math.inf
+
+    def proves_silence(self, within_s: float) -> bool:
+        """True if messages that are sent every `within_s` seconds would have arrived."""
+        return self.connected_since is not None and self.at - self.connected_since >= within_s
 
 
 @value(frozen=True, slots=True)

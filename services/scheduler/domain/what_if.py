@@ -65,7 +65,7 @@ def evaluate_what_if(
     if not above.waiting_count(model.key):
         asked = GatewayDemand(WHAT_IF_ID, 1, 0, now, now)
         apply(above, [Put(ModelDemand(model.key, (asked,)))])
-    decision = decide(above, Tick(now), now, policy)
+    decision = decide(above, Tick(now, connected_since=None), now, policy)
     after = decision.overlay
     plan = after.last_plan_of(model.key) or PlanRecord(
         plan_id=WHAT_IF_ID, model=model.key, created=now, trigger=WHAT_IF_ID, way="wait"

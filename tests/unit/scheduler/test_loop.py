@@ -30,6 +30,17 @@ class Nothing:
     def node_reported(self, node: str, boot_id: str) -> None: ...
 
 
+class Connected:
+    """A connection that works and is not to be probed."""
+
+    async def find_start(self, *, probe: bool) -> float:
+        assert not probe
+        return 0.0
+
+
+CONNECTED = cast("Any", Connected())
+
+
 @pytest.fixture
 async def idle_loop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SchedulerLoop]:
     """A loop with one model and no node, whose idle ticks are an hour apart."""
@@ -45,7 +56,7 @@ async def idle_loop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SchedulerL
 
 
 async def test_event_that_makes_the_state_busy_brings_the_tick_forward(idle_loop: SchedulerLoop) -> None:
-    ticking = asyncio.create_task(idle_loop.next_tick())
+    ticking = asyncio.create_task(idle_loop.next_tick(CONNECTED))
     idle_loop.post(Tick(clock.now()))
     await idle_loop.wait_until_idle()
     with pytest.raises(TimeoutError):
@@ -58,4 +69,4 @@ async def test_a_busy_state_ticks_at_the_short_period(idle_loop: SchedulerLoop) 
     idle_loop.post(DemandReceived(clock.now(), Demand(gateway="g", model="m", waiting=1), "w"))
     await idle_loop.wait_until_idle()
     for _ in range(2):
-        await asyncio.wait_for(idle_loop.next_tick(), SOON_S)
+        await asyncio.wait_for(idle_loop.next_tick(CONNECTED), SOON_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -165,12 +166,12 @@ class World:
         for name in names or tuple(self.agents):
             self.send(NodeStatusReceived(self.now, self.agents[name].status(self.now)))
 
-    def tick(self, seconds: float = 0.0, *, nodes_report: bool = True) -> None:
+    def tick(self, seconds: float = 0.0, *, nodes_report: bool = True, connected_since: float | None = -math.inf) -> None:
         """Let time pass; nodes report unless `nodes_report` is False."""
         self.now += seconds
         if nodes_report:
             self.report()
-        self.send(Tick(self.now))
+        self.send(Tick(self.now, connected_since))
 
     def model(self, name: str, weights: int = 100 * MIB, **options: Any) -> None:
         """Register a model; `shape` is that of its files."""

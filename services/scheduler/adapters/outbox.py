@@ -51,6 +51,7 @@ from services.scheduler.domain.effects import (
 from services.scheduler.domain.events import CommandAccepted, Event, StartRefused, StopRefused
 from shared.contracts import subjects
 from shared.contracts.base import Done, Message
+from shared.contracts.demand import LoadFailed
 from shared.contracts.loader import WeightsReleased
 from shared.contracts.models import ModelCard
 from shared.contracts.node import ResumeInstance, StartInstance
@@ -153,7 +154,7 @@ class Outbox:
                 case SendPrepare() | SendRelease() | SendPrefetch() | SendCancelPrefetch() | SendExpectation():
                     self._lane(f"loader {effect.node}", self._loader_job(effect))
                 case PublishLoadFailed(event):
-                    self._lane("events", partial(self._mesh.publish, subjects.LOAD_FAILED, event))
+                    self._lane("events", partial(self._publish_failure, event))
                 case LoadEnded():
                     self._publish_trace(self._loads.record_ended(effect))
                 case OrderMigration(record):
@@ -268,6 +269,14 @@ class Outbox:
                 log.info("loader command failed", extra={"node": effect.node, "error": e.message})
 
         return send
+
+    async def _publish_failure(self, event: LoadFailed) -> None:
+        """Publish a failed load, unless NATS is away and too much waits to be sent."""
+        try:
+            await self._mesh.publish(subjects.LOAD_FAILED, event)
+        except NatsError as e:
+            if self._failures.allows("events"):
+                log.warning("failed to publish a failed load", extra={"model": event.model, "error": repr(e)})
 
     def _publish_trace(self, trace: LoadTrace) -> None:
         """Queue a trace for publication; drop the oldest if too many wait."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nats.errors import OutboundBufferLimitError
@@ -13,9 +14,14 @@ from pydantic import SecretStr
 from services.gateway.adapters.key_marker import KeyMarker
 from services.gateway.adapters.key_store import KeyStore
 from services.gateway.adapters.rate_limiter import RateLimiter
+from services.scheduler.adapters import clock
+from services.scheduler.adapters.load_traces import LoadTraces
+from services.scheduler.adapters.outbox import Outbox
+from services.scheduler.adapters.outbox import log as outbox_log
+from services.scheduler.domain.effects import PublishLoadFailed
 from shared.contracts import subjects
-from shared.contracts.demand import Demand, DemandNoted
-from shared.errors import Unreachable
+from shared.contracts.demand import Demand, DemandNoted, LoadFailed
+from shared.errors import EngineFailed, Unreachable
 from shared.messaging import Mesh
 from shared.settings import CommonSettings
 from tests.support.servers import NatsServer
@@ -60,6 +66,17 @@ async def test_a_request_is_refused_while_there_is_no_room_to_send_it(mesh: Mesh
 async def test_a_gateway_outlives_a_presence_that_there_is_no_room_to_send(mesh: Mesh, tmp_path: Path) -> None:
     await RateLimiter(mesh, "gw", KeyStore(KeyMarker(tmp_path))).announce()
     assert not mesh.nc.is_connected
+
+
+async def test_a_scheduler_logs_failed_loads_that_there_is_no_room_to_send(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    nothing: Any = None
+    outbox = Outbox(mesh, nothing, nothing, LoadTraces(), nothing, nothing, 1.0, nothing, nothing, nothing)
+    event = LoadFailed(model="m", error=EngineFailed("it failed").body())
+    caplog.clear()
+    outbox.carry_out([PublishLoadFailed(event), PublishLoadFailed(event)], clock.now())
+    await asyncio.gather(*(lane.task for lane in outbox._lanes.values()))
+    logged = [r for r in caplog.records if r.name == outbox_log.name]
+    assert [(r.levelname, r.getMessage(), r.exc_info) for r in logged] == [("WARNING", "failed to publish a failed load", None)]
 
 
 async def test_a_process_closes_its_connection_while_there_is_no_server(mesh: Mesh) -> None:

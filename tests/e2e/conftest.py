@@ -14,7 +14,6 @@ import openai
 import pytest
 
 from shared.contracts.models import ModelSpec
-from shared.ports import free_port
 from tests.support.forking import executed
 from tests.support.launcher import Thaw
 from tests.support.paced_zygote import Pace
@@ -64,14 +63,13 @@ def shared_mesh() -> Iterator[Thaw]:
 def started(
     dram: int | None = None, policy: str | None = None, prices: str | None = None, pace: Pace | None = None
 ) -> Iterator[Thaw]:
-    # The policy and the port of the scheduler's metrics, which is that of no other mesh.
-    port = {"THAW_SCHEDULER_METRICS_PORT": str(free_port())}
     # Tests that run at the same time keep the device of a shared mesh busy.
     batches = {"THAW_BATCH_START_AFTER_IDLE": "0"}
     jaeger = {"THAW_JAEGER_URL": JAEGER_URL}
     given = {"THAW_POLICY": policy, "THAW_PRICES": prices}
     paced = {} if pace is None else pace.environment
-    thaw = Thaw(**port, **batches, **jaeger, **paced, **{name: value for name, value in given.items() if value is not None})
+    thaw = Thaw(**batches, **jaeger, **paced, **{name: value for name, value in given.items() if value is not None})
+    thaw.keep_port("THAW_SCHEDULER_METRICS_PORT")
     memory = "" if dram is None else f", dram: {dram}"
     models = thaw.home / "models"
     specs = tuple(ModelSpec(name=name, source=str(make_demo_model(models / name, "test", seed=i))) for i, name in enumerate(MODELS))

@@ -9,7 +9,6 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from shared.ports import free_port
 from tests.integration.loader.fake_hub import COMMIT, FakeHub
 from tests.support.browser import log_in, needs_chromium, opened, serious_findings
 from tests.support.launcher import Thaw, running
@@ -34,7 +33,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
 @pytest.fixture(scope="module")
 def mesh(hub: FakeHub) -> Iterator[Thaw]:
     """A mesh with one checkpoint under 500 names."""
-    thaw = Thaw(HF_ENDPOINT=hub.url, THAW_SCHEDULER_METRICS_PORT=str(free_port()))
+    thaw = Thaw(HF_ENDPOINT=hub.url)
+    thaw.keep_port("THAW_SCHEDULER_METRICS_PORT")
     thaw.environment["HF_HOME"] = str(thaw.home / "hf")
     source = str(make_demo_model(thaw.home / "models" / "one", "test", seed=1))
     models = [{"name": f"model-{i:03}", "source": source} for i in range(MODELS)]

@@ -20,7 +20,6 @@ import yaml
 
 from shared.contracts.models import ModelSpec
 from shared.contracts.phases import Phase
-from shared.ports import free_port
 from shared.sizing import need_of
 from tests.support.launcher import ROOT, running, until
 from tests.support.moving import Roomy, Stream, body
@@ -45,7 +44,6 @@ def receiver() -> Iterator[OtlpReceiver]:
 @pytest.fixture(scope="module")
 def mesh(receiver: OtlpReceiver, pace: Pace) -> Iterator[Roomy]:
     mesh = Roomy(
-        THAW_SCHEDULER_METRICS_PORT=str(free_port()),
         THAW_OTLP_ENDPOINT=receiver.grpc_url,
         OTEL_BSP_SCHEDULE_DELAY="200",
         THAW_PREEMPT_AFTER="0.5",
@@ -53,6 +51,7 @@ def mesh(receiver: OtlpReceiver, pace: Pace) -> Iterator[Roomy]:
         THAW_VERIFY="true",
         **pace.environment,
     )
+    mesh.keep_port("THAW_SCHEDULER_METRICS_PORT")
     sources = {name: str(make_demo_model(mesh.home / "models" / name, "test", seed=i)) for i, name in enumerate(MODELS)}
     room = int(1.5 * need_of(card_of(ModelSpec(name="one", source=sources["one"]))).total)
     nodes = {"node-0": {"cpu:0": room, "cpu:1": {"size": "300MiB", "memory": "separate"}}, "node-1": {"cpu:0": room}}

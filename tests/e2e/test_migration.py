@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.ports import free_port
 from tests.support.launcher import until
 from tests.support.mesh import kill
 from tests.support.moving import ChatStream, Roomy, Stream, body
@@ -42,14 +41,13 @@ def receiver() -> Iterator[OtlpReceiver]:
 @pytest.fixture(scope="module")
 def mesh(receiver: OtlpReceiver, pace: Pace) -> Iterator[Roomy]:
     """Three nodes whose migrations transfer keys and values, even where computing is sooner."""
-    port = str(free_port())
     thaw = Roomy(
         THAW_OTLP_ENDPOINT=receiver.grpc_url,
         OTEL_BSP_SCHEDULE_DELAY="200",
-        THAW_MIGRATOR_METRICS_PORT=port,
         THAW_MIGRATE_KV="always",
         **pace.environment,
     )
+    thaw.keep_port("THAW_MIGRATOR_METRICS_PORT")
     try:
         thaw.begin(3, room=1.5, positions=4096, max_model_len=2560, max_concurrency=8)
         thaw.json("wake", "one")

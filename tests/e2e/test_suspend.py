@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.ports import free_port
 from tests.support.launcher import Thaw, until
 from tests.support.paced_zygote import with_slow_starts
 from tests.support.paging import skip_unless_able
@@ -27,7 +26,8 @@ START_S = 8.0
 @contextlib.contextmanager
 def home_with_a_model(options: str) -> Iterator[Thaw]:
     skip_unless_able()
-    thaw = Thaw(THAW_SUSPEND="auto", THAW_SCHEDULER_METRICS_PORT=str(free_port()), **with_slow_starts(START_S))
+    thaw = Thaw(THAW_SUSPEND="auto", **with_slow_starts(START_S))
+    thaw.keep_port("THAW_SCHEDULER_METRICS_PORT")
     try:
         model = make_demo_model(thaw.home / "models" / "m", "60m")
         (thaw.home / "thaw.yaml").write_text(

@@ -52,8 +52,8 @@ class Thaw:
 
     def __init__(self, **environment: str) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="thaw-e2e-", dir="/tmp")).resolve()
-        self._kept = kept_port()
-        self.port = int(self._kept.getsockname()[1])
+        self._kept = [kept_port()]
+        self.port = int(self._kept[0].getsockname()[1])
         self.environment = {k: v for k, v in os.environ.items() if k not in _PRIVATE} | {
             "THAW_HOME": str(self.home),
             "PYTHONPATH": str(ROOT),
@@ -65,6 +65,13 @@ class Thaw:
             "THAW_PRETOUCH": "off",
             **environment,
         }
+
+    def keep_port(self, setting: str) -> int:
+        """Set a setting to a port that is kept until `close`, and return the port."""
+        self._kept.append(kept_port())
+        port = int(self._kept[-1].getsockname()[1])
+        self.environment[setting] = str(port)
+        return port
 
     def popen(self, *arguments: str, prefix: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[str]:
         """Start `thaw`.
@@ -303,7 +310,8 @@ class Thaw:
                     if reaper.__file__ not in process.cmdline():
                         process.kill()
             shutil.rmtree(self.home, ignore_errors=True)
-            self._kept.close()
+            for kept in self._kept:
+                kept.close()
 
 
 def command_of(process: psutil.Process) -> list[str]:

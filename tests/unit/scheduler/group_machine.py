@@ -10,12 +10,10 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from services.scheduler.domain.cost.learned import Parameter
 from services.scheduler.domain.effects import PublishLoadFailed, SendStart
 from services.scheduler.domain.estimates.token_times import TOKEN
-from services.scheduler.domain.events import AddModelsRequested, Recovered
+from services.scheduler.domain.events import AddModelsRequested
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.accounting import booking_of
 from services.scheduler.domain.state.changes import Put, apply
-from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.entities import Entity
 from services.scheduler.domain.state.measurements import ANYWHERE, Estimate
 from shared.contracts.base import ErrorBody
 from shared.contracts.loader import LinkStatus
@@ -113,14 +111,9 @@ class Groups(SchedulerMachine, nodes=NODES):
     @precondition(lambda self: not self.silent)
     @rule()
     def another_leader(self) -> None:
-        """Change the leader: only durable state survives, and the epoch is one higher."""
+        """Change the leader, who has the estimates and the loaders' weights from the database."""
         old = self.w.state
-        state = ClusterState(epoch=old.epoch + 1, recovered_at=self.w.now, keep_alive_rule=old.keep_alive_rule)
-        kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
-        kept += [*old.estimates.values(), *old.loaders.values()]
-        apply(state, [Put(e) for e in kept])
-        self.w.state = state
-        self.w.send(Recovered(self.w.now))
+        self.w.change_leader(*old.estimates.values(), *old.loaders.values())
         self.w.report()
 
     @invariant()

@@ -133,14 +133,17 @@ class World:
 
     # Actions of tests.
 
-    def change_leader(self) -> None:
+    def change_leader(self, *also: Entity) -> None:
         """Change the leader: only durable state survives, and the epoch is one higher.
 
         Ordered migrations are in their bucket.
+
+        Args:
+            also: Entities that the database has besides models, nodes, instances and plans.
         """
         old = self.state
         state = ClusterState(epoch=old.epoch + 1, recovered_at=self.now, keep_alive_rule=old.keep_alive_rule)
-        kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values()]
+        kept: list[Entity] = [*old.models.values(), *old.nodes.values(), *old.instances.values(), *old.plans.values(), *also]
         apply(state, [Put(e) for e in kept])
         self.state = state
         self.send(Recovered(self.now))

@@ -24,6 +24,7 @@ from nats.js.errors import NoStreamResponseError
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog
+from services.scheduler.adapters.connection import PROBE_WITHIN_S
 from services.scheduler.adapters.load_traces import SCHEDULER, LoadTraces
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.domain.effects import (
@@ -340,17 +341,23 @@ class Outbox:
     ) -> None:
         """Send until the node answers, retrying at each of its messages.
 
+        The time in which the connection to NATS is lost is not counted against the node.
+
         Raises:
             ThawError: The node refused the command, or it did not answer in time.
         """
-        deadline = clock.now() + self._patience
+        deadline, reconnections = clock.now() + self._patience, self._mesh.reconnections
         while True:
             try:
                 await self._attempt(node, send)
                 return
             except (Unreachable, DeadlineExceeded):
-                if clock.now() >= deadline or not is_wanted():
+                if not is_wanted():
                     raise
+                if clock.now() >= deadline:
+                    if self._mesh.reconnections == reconnections and await self._mesh.probe(PROBE_WITHIN_S):
+                        raise
+                    deadline, reconnections = clock.now() + self._patience, self._mesh.reconnections
             event = self._status_events.setdefault(node, asyncio.Event())
             try:
                 await asyncio.wait_for(event.wait(), _RETRY_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import cast
 
 import pytest
@@ -27,6 +28,8 @@ from tests.unit.scheduler.world import World
 
 PATIENCE_S = 120.0
 """Longer than the time limit of the test: an answer cannot follow from it."""
+
+IMPATIENCE_S = 3.0
 
 
 class Agents:
@@ -54,7 +57,8 @@ class Agents:
 
 
 class Setup:
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, patience_s: float) -> None:
+        self.mesh = mesh
         self.agents = Agents(mesh)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.given_up: set[str] = set()
@@ -66,7 +70,7 @@ class Setup:
             LoadTraces(),
             self.events.put_nowait,
             lambda reply: None,
-            PATIENCE_S,
+            patience_s,
             cast("Migrations", None),
             self._is_wanted,
             self.forgotten.append,
@@ -76,19 +80,32 @@ class Setup:
         return command.instance_id not in self.given_up
 
 
-@pytest.fixture
-async def setup(own_nats: NatsServer, migrated_url: str) -> AsyncIterator[Setup]:
-    settings = SchedulerSettings(nats_url=SecretStr(own_nats.url), database_url=SecretStr(migrated_url))
+@asynccontextmanager
+async def set_up(nats: NatsServer, database_url: str, patience_s: float) -> AsyncIterator[Setup]:
+    settings = SchedulerSettings(nats_url=SecretStr(nats.url), database_url=SecretStr(database_url))
     mesh = Mesh(settings, "test")
     await mesh.start()
-    setup = Setup(mesh)
+    setup = Setup(mesh, patience_s)
     yield setup
     await setup.outbox.close()
     await mesh.stop()
 
 
-def starts(*models: str) -> list[SendStart]:
-    """Return starts on n1, as the scheduler decides them; each waits two minutes for its answer."""
+@pytest.fixture
+async def setup(own_nats: NatsServer, migrated_url: str) -> AsyncIterator[Setup]:
+    async with set_up(own_nats, migrated_url, PATIENCE_S) as setup:
+        yield setup
+
+
+@pytest.fixture
+async def impatient(own_nats: NatsServer, migrated_url: str) -> AsyncIterator[Setup]:
+    """Set up an outbox whose patience is over soon."""
+    async with set_up(own_nats, migrated_url, IMPATIENCE_S) as setup:
+        yield setup
+
+
+def starts(*models: str, limit_s: float = PATIENCE_S) -> list[SendStart]:
+    """Return starts on n1, as the scheduler decides them; each waits `limit_s` for its answer."""
     w = World()
     w.node()
     for name in models:
@@ -96,7 +113,7 @@ def starts(*models: str) -> list[SendStart]:
         w.demand(name)
     sent = w.sent(SendStart)
     assert len(sent) == len(models)
-    limit = {"deadline_ms": int(PATIENCE_S * 1e3)}
+    limit = {"deadline_ms": int(limit_s * 1e3)}
     return [SendStart(e.node, e.command.model_copy(update=limit), e.requested_at, e.planned_at) for e in sent]
 
 
@@ -134,3 +151,22 @@ async def test_a_start_that_is_given_up_while_it_waits_is_not_sent(setup: Setup)
     accepted = await setup.events.get()
     assert isinstance(accepted, CommandAccepted)
     assert accepted.instance_id == third.command.instance_id
+
+
+async def test_a_start_waits_for_the_connection_to_nats_however_long_that_takes(impatient: Setup, own_nats: NatsServer) -> None:
+    [start] = starts("a", limit_s=IMPATIENCE_S)
+    await impatient.agents.replace(answers=True)
+    own_nats.kill()
+    while impatient.mesh.is_connected:  # noqa: ASYNC110 - the client reports it to the mesh only
+        await asyncio.sleep(0.01)
+    impatient.outbox.carry_out([start], clock.now())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(impatient.events.get(), 2 * IMPATIENCE_S)
+    own_nats.restart()
+    assert isinstance(await impatient.events.get(), CommandAccepted)
+
+
+async def test_a_start_on_a_node_without_a_nodeagent_fails_after_the_patience(impatient: Setup) -> None:
+    [start] = starts("a", limit_s=IMPATIENCE_S)
+    impatient.outbox.carry_out([start], clock.now())
+    assert isinstance(await impatient.events.get(), StartRefused)

@@ -100,6 +100,20 @@ class Groups(SchedulerMachine, nodes=NODES):
         self.w.tick(nodes_report=False)
         self.repeat_demand()
 
+    @rule(seconds=st.sampled_from((1.0, 6.0, 20.0)))
+    def leader_is_disconnected(self, seconds: float) -> None:
+        """Commands wait, and nodes report once the leader is connected again."""
+        alive = {p.node for p in self.w.state.presence.values() if p.alive}
+        self.w.undelivered = []
+        self.w.tick(seconds, nodes_report=False, connected_since=None)
+        assert {p.node for p in self.w.state.presence.values() if p.alive} == alive
+        self.w.deliver()
+        if speakers := self.speakers():
+            self.w.report(*speakers)
+        self.repeat_demand()
+        self.w.tick(nodes_report=False, connected_since=self.w.now)
+        assert {p.node for p in self.w.state.presence.values() if p.alive} >= alive
+
     @rule(model=name, active=st.integers(0, 2))
     def serve(self, model: str, active: int) -> None:
         super().serve(model, active)

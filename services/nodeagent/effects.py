@@ -19,6 +19,7 @@ from services.nodeagent.adapters.publisher import Publisher
 from services.nodeagent.adapters.records import Records
 from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.domain import events as e
+from services.nodeagent.domain.resuming import has_to_serve_again
 from services.nodeagent.domain.state import Instance, Process
 from services.nodeagent.engines.executors import Executors
 from services.nodeagent.engines.exits import explain_exit, prune_logs, reports_fault
@@ -86,6 +87,8 @@ class EffectRunner:
         self._loop = loop
         self._tasks = tasks
         self._running: set[asyncio.Task[None]] = set()
+        self._unpausing: dict[str, asyncio.Task[None]] = {}
+        """The tasks that have paused engines serve again, by instance."""
         self._replies: dict[int, asyncio.Future[Done]] = {}
         self.processes = Processes(self._on_exited)
 
@@ -126,11 +129,12 @@ class EffectRunner:
             case e.RequestDrain():
                 self._spawn("drain", effect.instance_id, self._drain(effect))
             case e.PauseEngine():
+                self._end_unpausing(effect.instance_id)
                 self._spawn("hold", effect.instance_id, self._hold(effect))
             case e.Suspend():
                 self._spawn("suspend", effect.instance_id, self._suspend(effect))
             case e.Resume():
-                self._spawn("resume", effect.instance_id, self._resume(effect))
+                self._begin_resume(effect)
             case e.Spill():
                 self._spawn("spill", effect.instance_id, self._spill(effect))
             case e.Assess():
@@ -160,10 +164,11 @@ class EffectRunner:
         """True if the instance's processes are frozen."""
         return self._suspender.cgroups.is_frozen(instance_id)
 
-    def _spawn(self, what: str, instance_id: str, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, what: str, instance_id: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._tasks.create_task(work, name=f"{what} {instance_id}")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        return task
 
     def _reply(self, number: int, error: ErrorBody | None) -> None:
         future = self._replies.get(number)
@@ -396,6 +401,29 @@ class EffectRunner:
         log.info("spilled a snapshot to swap", extra={"instance": effect.instance_id, "bytes": freed})
         self._post(e.Spilled(effect.instance_id, freed))
 
+    def _begin_resume(self, effect: e.Resume) -> None:
+        self._end_unpausing(effect.instance_id)
+        task = self._spawn("resume", effect.instance_id, self._resume(effect))
+        if effect.way is not None:
+            return
+
+        def forget(ended: asyncio.Task[None]) -> None:
+            if self._unpausing.get(effect.instance_id) is ended:
+                del self._unpausing[effect.instance_id]
+
+        self._unpausing[effect.instance_id] = task
+        task.add_done_callback(forget)
+
+    def _end_unpausing(self, instance_id: str) -> None:
+        """Cancel the task that has a paused engine serve again; a newer effect decides.
+
+        Otherwise the task could thaw or wake an engine after its suspension. NATS delivers what it
+        has sent before what is sent from now on.
+        """
+        task = self._unpausing.pop(instance_id, None)
+        if task is not None:
+            task.cancel()
+
     async def _resume(self, effect: e.Resume) -> None:
         instance = self._loop.state.instances[effect.instance_id]
         timeline = self._timelines.get_timeline(effect.instance_id)
@@ -416,7 +444,8 @@ class EffectRunner:
     async def _unpause(self, instance: Instance) -> int:
         """Have a paused engine serve again, and return the bytes that it holds.
 
-        While NATS is unreachable, an engine without an answer is not to blame, and is asked again.
+        While NATS is unreachable, an engine without an answer is not to blame, and is asked again,
+        unless the instance is being suspended or stopped.
 
         Raises:
             RestoreFailed: It does not serve as before.
@@ -426,11 +455,14 @@ class EffectRunner:
             try:
                 return await self._suspender.resume(instance, None)
             except ThawError:
-                now = self._loop.state.instances.get(instance.instance_id)
-                is_wanted = now is not None and now.process is Process.ALIVE and not now.stop_asked
-                if not (is_wanted and self._was_nats_away(reconnections)):
+                if not (self._has_to_serve_again(instance) and self._was_nats_away(reconnections)):
                     raise
                 await asyncio.sleep(_ASK_AGAIN_S)
+                if not self._has_to_serve_again(instance):  # it may be suspended, and has to stay so
+                    raise
+
+    def _has_to_serve_again(self, instance: Instance) -> bool:
+        return has_to_serve_again(self._loop.state, instance.instance_id)
 
     def _was_nats_away(self, reconnections: int) -> bool:
         """True if NATS is unreachable, or was since `Mesh.reconnections` had this value."""

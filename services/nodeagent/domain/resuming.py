@@ -11,7 +11,7 @@ from services.nodeagent.domain import termination
 from services.nodeagent.domain.events import Assess, Fork, Measure, Reply, Resume, ResumeCommand, Resumed, ResumeFailed
 from services.nodeagent.domain.fencing import check_stale
 from services.nodeagent.domain.reservations import Reservation
-from services.nodeagent.domain.state import Instance, Process, SuspendState, TimedStep
+from services.nodeagent.domain.state import Instance, NodeState, Process, SuspendState, TimedStep
 from services.nodeagent.domain.transition import Transition
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import InstanceState
@@ -128,7 +128,7 @@ def on_resumed(transition: Transition, event: Resumed) -> None:
     instance = transition.find(event.instance_id)
     if instance is None or instance.process is not Process.ALIVE or instance.stop_asked:
         return
-    if _is_unpausing(transition, instance):
+    if _is_unpausing(transition.state, instance):
         transition.park(instance, pause_asked=False)
     if instance.state is not InstanceState.RESUMING:
         return
@@ -162,15 +162,24 @@ def on_resume_failed(transition: Transition, event: ResumeFailed) -> None:
     instance = transition.find(event.instance_id)
     if instance is None or instance.process is not Process.ALIVE or instance.stop_asked:
         return
-    if _is_unpausing(transition, instance):  # 1
+    if _is_unpausing(transition.state, instance):  # 1
         serve_again(transition, instance)
     elif instance.state is InstanceState.RESUMING:  # 2
         termination.kill(transition, transition.park(instance, fell_back=event.error))
 
 
-def _is_unpausing(transition: Transition, instance: Instance) -> bool:
+def has_to_serve_again(state: NodeState, instance_id: str) -> bool:
+    """True if a paused engine was asked to serve again, and no newer command overrides that."""
+    instance = state.instances.get(instance_id)
+    if instance is None or instance.process is not Process.ALIVE or instance.stop_asked:
+        return False
+    is_resuming = instance.state is InstanceState.RESUMING and not instance.suspend_state.freezing
+    return is_resuming or _is_unpausing(state, instance)
+
+
+def _is_unpausing(state: NodeState, instance: Instance) -> bool:
     """True if a ready instance's engine, which may be paused, was asked to serve again."""
-    is_asked_to_pause = instance.instance_id in transition.state.pause_waiters
+    is_asked_to_pause = instance.instance_id in state.pause_waiters
     return instance.state is InstanceState.READY and instance.suspend_state.pause_asked and not is_asked_to_pause
 
 

@@ -202,7 +202,7 @@ class Suspender:
         if name is not None:
             await self._resume_by(name, target)
         else:
-            await asyncio.to_thread(self.cgroups.thaw, instance.instance_id)
+            self.cgroups.thaw(instance.instance_id)  # in no thread, which would run after a cancellation
         if name == "cpu":
             # Its memory exists in memory or swap whatever the engine does. Other methods restore
             # memory while the engine wakes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,15 @@ from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.events import Event
 from services.nodeagent.domain.memory import Ledger
-from services.nodeagent.domain.state import Instance, NodeState, Process
+from services.nodeagent.domain.state import Instance, NodeState, Process, SuspendState
 from services.nodeagent.effects import EffectPorts, EffectRunner
-from shared.contracts.base import Done
+from services.nodeagent.suspend.cgroups import Cgroups
+from services.nodeagent.suspend.memory_usage import MemoryUsage
+from services.nodeagent.suspend.suspender import Suspender
+from shared.contracts.base import Done, Message
+from shared.contracts.engine import EngineAsleep, EngineProbed, SleepEngine
 from shared.contracts.executor import InstanceDetached
+from shared.contracts.node import InstanceState
 from shared.errors import DeadlineExceeded, EngineFailed, RestoreFailed, ThawError, Unreachable
 from tests.unit.nodeagent.world import start
 
@@ -100,6 +106,7 @@ class Node:
         mesh: FakeMesh,
         detach: Callable[[], InstanceDetached],
         unpause: Callable[[], int] = int,
+        suspender: Suspender | None = None,
     ) -> None:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.executors = FakeExecutors(detach)
@@ -111,7 +118,7 @@ class Node:
             "records": SimpleNamespace(charges_path=lambda name: tmp_path / f"{name}.charges"),
             "timelines": Timelines("nodeagent"),
             "meter": SimpleNamespace(oom_window=lambda: (None, None)),
-            "suspender": FakeSuspender(unpause),
+            "suspender": suspender or FakeSuspender(unpause),
             "executors": self.executors,
         }
         parts = EffectPorts(publisher=cast(Any, None), **cast(Any, ports))
@@ -127,6 +134,11 @@ async def _killed(*_: Any) -> int:
 
 def instance(name: str, **more: Any) -> Instance:
     return Instance(command=start(name), token=1, progress_at=0.0, **{"pid": PID, "process": Process.ALIVE, **more})
+
+
+def make_paused(**more: Any) -> Instance:
+    """Return a ready instance whose engine may be paused, and has to serve again."""
+    return instance("i", state=InstanceState.READY, suspend_state=SuspendState(pause_asked=True), **more)
 
 
 async def test_exit_of_a_template_just_before_it_is_taken_is_that_of_the_new_instance(tmp_path: Path) -> None:
@@ -207,7 +219,8 @@ async def test_engine_that_has_no_time_to_drain_is_asked_once(tmp_path: Path) ->
             assert await node.next_event() == e.DrainAnswered("i", only_if_idle=False, error=away.body())
 
 
-async def test_engine_that_does_not_serve_again_while_nats_is_away_is_asked_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", [InstanceState.READY, InstanceState.RESUMING])
+async def test_engine_that_does_not_serve_again_while_nats_is_away_is_asked_again(tmp_path: Path, state: InstanceState) -> None:
     """It would be started cold, and its responses ended, once NATS is back."""
     mesh, asked = FakeMesh(), itertools.count(1)
 
@@ -222,8 +235,9 @@ async def test_engine_that_does_not_serve_again_while_nats_is_away_is_asked_agai
                 return 60
         raise RestoreFailed("no answer")
 
+    known = make_paused().model_copy(update={"state": state})
     async with asyncio.TaskGroup() as tasks:
-        node = Node(tmp_path, tasks, instance("i"), mesh=mesh, detach=detached, unpause=unpause)
+        node = Node(tmp_path, tasks, known, mesh=mesh, detach=detached, unpause=unpause)
         node.runner.perform(e.Resume("i", None))
         assert await node.next_event() == e.Resumed("i", 60)
 
@@ -237,6 +251,110 @@ async def test_engine_that_does_not_serve_again_is_asked_once_by_each_effect(tmp
         raise fault
 
     async with asyncio.TaskGroup() as tasks:
-        node = Node(tmp_path, tasks, instance("i", stop_asked=is_stopped), mesh=mesh, detach=detached, unpause=unpause)
+        node = Node(tmp_path, tasks, make_paused(stop_asked=is_stopped), mesh=mesh, detach=detached, unpause=unpause)
         node.runner.perform(e.Resume("i", None))
         assert await node.next_event() == e.ResumeFailed("i", fault.body())
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+async def test_engine_suspended_between_two_attempts_to_unpause_is_not_woken(tmp_path: Path, is_waiting: bool) -> None:
+    """Its memory may belong to another model."""
+    mesh, fault = FakeMesh(), RestoreFailed("no answer")
+    asked = 0
+
+    def suspend() -> None:
+        frozen = make_paused().model_copy(
+            update={"state": InstanceState.SUSPENDED, "suspend_state": SuspendState(freezing=True, frees_bytes=50)}
+        )
+        node.loop.state = NodeState(node.loop.state.ledger, instances={"i": frozen})
+
+    def unpause() -> int:
+        nonlocal asked
+        asked += 1
+        mesh.reconnections += 1
+        if is_waiting:
+            asyncio.get_running_loop().call_soon(suspend)
+        else:
+            suspend()
+        raise fault
+
+    async with asyncio.TaskGroup() as tasks:
+        node = Node(tmp_path, tasks, make_paused(), mesh=mesh, detach=detached, unpause=unpause)
+        node.runner.perform(e.Resume("i", None))
+        assert await node.next_event() == e.ResumeFailed("i", fault.body())
+    assert asked == 1
+
+
+class Engine:
+    """An engine's answers to its nodeagent, and what the nodeagent does with it, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.is_connected = False
+        """It connects to NATS at the latest for a pause."""
+        self.missed = asyncio.Event()
+        """Set when it has missed a `WakeEngine`."""
+
+    async def ask(self, _: str, request: Any, __: Any) -> Message:
+        self.done.append(type(request).__name__)
+        if isinstance(request, SleepEngine):
+            self.is_connected = True
+            return EngineAsleep(level=0, took_ms=1.0)
+        if not self.is_connected:
+            self.missed.set()
+            raise Unreachable("it reconnects")
+        return EngineProbed(same=True, took_ms=1.0)
+
+
+class SlowGroups(Cgroups):
+    """Control groups whose processes are listed as soon as `may_list` is set."""
+
+    def __init__(self, done: list[str]) -> None:
+        super().__init__("n", None, None)
+        self._done = done
+        self.lists, self.may_list = threading.Event(), threading.Event()
+
+    def gather(self, *_: Any, **__: Any) -> tuple[int, ...]:
+        self.lists.set()
+        assert self.may_list.wait(60)
+        return ()
+
+    def thaw(self, instance_id: str) -> None:
+        self._done.append("thaw")
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["not thawed yet", "unreachable"])
+async def test_engine_is_not_thawed_or_woken_after_it_was_asked_to_pause_again(tmp_path: Path, is_sent: bool) -> None:
+    """It would run after its suspension, with memory that belongs to another model."""
+    engine = Engine()
+    groups = SlowGroups(engine.done)
+    suspender = Suspender({}, groups, MemoryUsage({}), cast(Any, engine.ask), 60.0)
+    async with asyncio.TaskGroup() as tasks:
+        node = Node(tmp_path, tasks, make_paused(), mesh=FakeMesh(), detach=detached, suspender=suspender)
+        node.runner.perform(e.Resume("i", None))
+        assert await asyncio.to_thread(groups.lists.wait, 60)
+        if is_sent:
+            groups.may_list.set()
+            await asyncio.wait_for(engine.missed.wait(), 60)
+        node.runner.perform(e.PauseEngine("i", only_if_idle=True))
+        assert await node.next_event() == e.PauseAnswered("i", True)
+        groups.may_list.set()
+    assert engine.done.index("SleepEngine") == len(engine.done) - 1
+    assert ("thaw" in engine.done) is is_sent
+    assert node.events.empty(), "the answer to the pause decides"
+
+
+async def test_only_the_newest_attempt_to_unpause_is_reported(tmp_path: Path) -> None:
+    """The failure of an older one would count against the newest."""
+    engine = Engine()
+    engine.is_connected = True
+    groups = SlowGroups(engine.done)
+    suspender = Suspender({}, groups, MemoryUsage({}), cast(Any, engine.ask), 60.0)
+    async with asyncio.TaskGroup() as tasks:
+        node = Node(tmp_path, tasks, make_paused(), mesh=FakeMesh(), detach=detached, suspender=suspender)
+        node.runner.perform(e.Resume("i", None))
+        assert await asyncio.to_thread(groups.lists.wait, 60)
+        node.runner.perform(e.Resume("i", None))
+        groups.may_list.set()
+        assert await node.next_event() == e.Resumed("i", 0)
+    assert node.events.empty()

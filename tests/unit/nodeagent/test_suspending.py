@@ -8,6 +8,7 @@ import pytest
 
 from services.nodeagent.domain import events as e
 from services.nodeagent.domain.memory import Ledger
+from services.nodeagent.domain.resuming import has_to_serve_again
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.domain.status import suspension
 from services.nodeagent.domain.suspending import LOST_ANSWER_S
@@ -218,6 +219,26 @@ def test_6_a_pause_that_follows_a_failed_one_decides(w: World) -> None:
     w.receive(e.SuspendCommand(suspend(only_if_idle=True), 3))
     assert not w.receive(e.ResumeFailed("i", ERROR))
     assert e.Suspend("i", "cpu") in w.receive(e.PauseAnswered("i", True))
+
+
+def test_6_engine_has_to_serve_again_until_it_does_or_is_to_be_suspended(w: World) -> None:
+    def after(event: e.Event) -> bool:
+        w.receive(event)
+        return has_to_serve_again(w.state, "i")
+
+    w.ready()
+    for command in (2, 3):
+        assert not after(e.SuspendCommand(suspend(only_if_idle=True), command))
+        assert after(e.PauseAnswered("i", True, DeadlineExceeded("no answer").body()))
+        assert after(e.ResumeFailed("i", ERROR))
+        assert not after(e.Resumed("i", 60))
+    assert not after(e.SuspendCommand(suspend(only_if_idle=True), 4))
+    assert after(e.PauseAnswered("i", True, DeadlineExceeded("no answer").body()))
+    assert not after(e.SuspendCommand(suspend(only_if_idle=True), 5))
+    assert not after(e.PauseAnswered("i", True))
+    assert not after(e.Suspended("i", freed_bytes=50, left_bytes=10, used_bytes=60, snapshot_bytes=50))
+    assert not after(e.ResumeCommand(resume(), 6)), "it is restored, not only unpaused"
+    assert w["i"].state is RESUMING
 
 
 def test_7_a_busy_engine_drains_first_and_is_frozen_when_idle(w: World) -> None:

@@ -432,7 +432,7 @@ class EffectRunner:
             used = await (self._suspender.resume(instance, effect.way) if effect.way is not None else self._unpause(instance))
         except ThawError as error:
             log.error(
-                "failed to resume an instance; starting it cold",
+                "failed to resume an instance",
                 extra={"instance": effect.instance_id, "way": effect.way, "error": error.message},
             )
             self._post(e.ResumeFailed(effect.instance_id, error.body()))

@@ -273,12 +273,16 @@ class Suspender:
     def _prove(self, instance: Instance, target: Target) -> int:
         """Verify that the engine's memory is present again. Blocking.
 
-        It is on its device, or on cpu in memory or swap.
+        It is on its device, or on cpu in memory or swap. An engine that was only paused has kept
+        its memory: if that cannot be read, its last measurement counts.
         """
         suspend_state = instance.suspend_state
         try:
             there = self._memory_usage.used_bytes_with_swap(target)
         except (PermissionDenied, DeviceFailed) as e:
+            if not suspend_state.freezing:
+                log.warning("failed to measure an engine", extra={"instance": instance.instance_id, "error": e.message})
+                return suspend_state.used_bytes
             raise RestoreFailed(e.message) from e
         # On cpu a second suspension frees only memory touched since the first: the rest is still in
         # swap.

@@ -119,6 +119,15 @@ async def test_unreadable_device_fails_the_assessment_and_the_resume() -> None:
         await found.resume(suspended("sleep", frees=900, left=100, snapshot=0), "sleep")
 
 
+async def test_paused_engine_serves_again_though_its_device_cannot_be_read() -> None:
+    """It has kept its memory, and would be started cold otherwise."""
+    numbers = Numbers(1000)
+    numbers.lost = True
+    found = Suspender({}, NO_GROUPS, numbers, awake, 1.0)
+    paused = alive().model_copy(update={"suspend_state": SuspendState(used_bytes=900 * MIB)})
+    assert await found.resume(paused, None) == 900 * MIB
+
+
 async def test_way_of_an_earlier_agent_that_this_one_lacks_is_an_error() -> None:
     """The agent ends after an error that is not a `ThawError`, and again after its restart."""
     found = make_suspender(1000, SuspendMethod("sleep"))

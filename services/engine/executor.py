@@ -63,6 +63,8 @@ _FILE_THREADS = 2
 UNMAPPED_WITHIN_S = 2.0
 _LONGEST_CHECK_S = 0.25
 """A check that takes longer was interrupted by a pause of the process, which does not count."""
+_LAST_CHECKS_S = 2.5
+"""Time before the deadline for the end of one check, for two more, and for the answer."""
 _POLL_S = 0.005
 _MEASURED_EVERY_S = 0.05
 _SWITCH_INTERVAL_S = 0.0005
@@ -164,7 +166,7 @@ class Executor:
                 self._attach(start)
                 return InstanceAttached(pid=os.getpid())
             case DetachInstance(instance_id=instance_id):
-                return await self._detach(instance_id)
+                return await self._detach(instance_id, command.deadline_ms / 1e3)
             case PingExecutor():
                 return ExecutorReport(executor_id=self._start.executor_id, pid=os.getpid(), instances=tuple(self._attached))
 
@@ -190,8 +192,11 @@ class Executor:
         self._attached[start.instance_id] = _Attached(engine, stop, running)
         log.info("attached", extra={"instance": start.instance_id, "model": start.card.name})
 
-    async def _detach(self, instance_id: str) -> InstanceDetached:
+    async def _detach(self, instance_id: str, within_s: float) -> InstanceDetached:
         """End an engine, verify that its weights are no longer mapped, and return borrowed pages.
+
+        Args:
+            within_s: The nodeagent waits this long for the answer, and then kills the process.
 
         Raises:
             EngineFailed: They are still mapped. A repeated command checks again.
@@ -209,7 +214,7 @@ class Executor:
             attached.engine = None
         await asyncio.sleep(0)
         ranges = attached.ranges
-        left = await wait_until_unmapped(lambda: mapped_bytes(ranges, self._list_ranges()))
+        left = await wait_until_unmapped(lambda: mapped_bytes(ranges, self._list_ranges()), begun + within_s)
         _trim()
         if left:
             raise EngineFailed(f"{left} bytes of the weights of {instance_id} are still mapped")
@@ -343,21 +348,29 @@ def mapped_bytes(ranges: Iterable[AddressRange], others: Iterable[AddressRange] 
     return total
 
 
-async def wait_until_unmapped(count_bytes: Callable[[], int]) -> int:
+async def wait_until_unmapped(count_bytes: Callable[[], int], deadline: float, clock: Callable[[], float] = time.monotonic) -> int:
     """Wait a bounded time until an ended engine maps nothing, and return the bytes that it maps.
 
     Cancelled tasks leave the event loop meanwhile, and release their objects. They cannot while the
-    process is paused.
+    process is paused. On a busy machine each check may take as long as a pause: few follow in the
+    last seconds before the deadline.
+
+    Args:
+        count_bytes: Returns the bytes that the engine maps now.
+        deadline: Time of `clock` by which the result must be known.
     """
     left_s = UNMAPPED_WITHIN_S
     while True:
-        began = time.monotonic()
+        began = clock()
         gc.collect()
         left = count_bytes()
         if not left or left_s <= 0:
             return left
         await asyncio.sleep(_POLL_S)
-        left_s -= min(time.monotonic() - began, _LONGEST_CHECK_S)
+        now = clock()
+        left_s -= min(now - began, _LONGEST_CHECK_S)
+        if now > deadline - _LAST_CHECKS_S:
+            left_s = min(left_s, _LONGEST_CHECK_S)
 
 
 def _end_of(line: bytes) -> int:

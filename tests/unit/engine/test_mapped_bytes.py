@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from services.engine.executor import UNMAPPED_WITHIN_S, AddressRange, mapped_bytes, wait_until_unmapped
+from services.nodeagent.effects import _DETACHES_WITHIN_S
 
+CHECK_S = 0.65
+"""Time of a check on a busy machine."""
 PAGES = 8
 PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -74,5 +77,30 @@ async def test_pause_of_the_process_is_no_time_in_which_weights_are_unmapped(wei
             assert _libc.mprotect(start, PAGES * PAGE, 0) == 0
         return mapped_bytes([weights])
 
-    assert await wait_until_unmapped(count_bytes) == 0
+    assert await wait_until_unmapped(count_bytes, time.monotonic() + 60) == 0
     assert next(checks) == 5
+
+
+async def test_a_pause_until_shortly_before_the_deadline_is_followed_by_checks() -> None:
+    """The answer may still be in time."""
+    checks, now_s = itertools.count(1), [0.0]
+
+    def count_bytes() -> int:
+        check = next(checks)
+        if check == 1:
+            now_s[0] = _DETACHES_WITHIN_S - 0.5
+        return PAGE if check < 4 else 0
+
+    assert await wait_until_unmapped(count_bytes, _DETACHES_WITHIN_S, lambda: now_s[0]) == 0
+
+
+async def test_the_nodeagent_is_answered_in_time_although_every_check_is_slow() -> None:
+    """It kills an executor that does not answer, and all models in it."""
+    now_s = [0.0]
+
+    def count_bytes() -> int:
+        now_s[0] += CHECK_S
+        return PAGE
+
+    assert await wait_until_unmapped(count_bytes, _DETACHES_WITHIN_S, lambda: now_s[0]) == PAGE
+    assert now_s[0] < _DETACHES_WITHIN_S

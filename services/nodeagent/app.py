@@ -206,8 +206,8 @@ class Nodeagent:
         they have.
         """
         while any(i.adopt_until is not None for i in self.loop.state.instances.values()):
-            await asyncio.sleep(_PROBE_EVERY_S)
             self.loop.post(e.NatsProbed(await self.mesh.probe(_PROBE_WITHIN_S)))
+            await asyncio.sleep(_PROBE_EVERY_S)
 
     async def _report_ready(self) -> None:
         """Ready is a node whose next engine does not wait for imports."""

@@ -10,6 +10,11 @@ from pathlib import Path
 _LONGEST = 100
 
 
+def lock_path(path: Path) -> Path:
+    """The file that the process locks which serves `path`."""
+    return path.with_name(path.name + ".lock")
+
+
 @contextmanager
 def short_address(path: Path) -> Iterator[str]:
     """An address to bind or connect to for `path`.

@@ -32,6 +32,7 @@ from shared.contracts.engine import EngineExited, EngineForked, EngineStart, Zyg
 from shared.contracts.executor import PROCESS_START, ExecutorStart
 from shared.errors import EngineFailed, InvalidRequest
 from shared.imports import uncollected_imports
+from shared.unix_sockets import lock_path
 
 _LONGEST_LINE = 4 * 1024 * 1024
 _SEND_WITHIN_S = 1.0
@@ -217,7 +218,7 @@ def listen(path: Path) -> tuple[socket.socket, int] | None:
         socket.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 import traceback
+from pathlib import Path
 
+from services.engine.zygote import listen
 from shared.contracts.base import Message
 from shared.contracts.engine import EngineExited, EngineForked, EngineStart, ZygoteFailure, ZygoteReady
 from shared.errors import EngineFailed
@@ -22,10 +24,9 @@ from tests.support.stub_engine import StubEngine
 
 
 class StubZygote:
-    def __init__(self, path: str) -> None:
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(path)
-        self.listener.listen()
+    def __init__(self, listener: socket.socket, lock: int) -> None:
+        self.listener = listener
+        self.lock = lock
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.wake, self.woken = os.pipe()
@@ -76,7 +77,7 @@ class StubZygote:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for descriptor in (self.listener.fileno(), self.wake, self.woken, *(c.fileno() for c in self.clients)):
+            for descriptor in (self.listener.fileno(), self.lock, self.wake, self.woken, *(c.fileno() for c in self.clients)):
                 os.close(descriptor)
             log = os.open(start.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
@@ -100,4 +101,6 @@ class StubZygote:
 
 
 if __name__ == "__main__":
-    StubZygote(sys.argv[1]).run()
+    served = listen(Path(sys.argv[1]))
+    if served is not None:
+        StubZygote(*served).run()

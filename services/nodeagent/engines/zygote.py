@@ -31,6 +31,7 @@ from shared.enginelog import log_tail
 from shared.environment import without_credentials
 from shared.errors import EngineFailed, from_body
 from shared.tasks import run_within
+from shared.unix_sockets import lock_path
 
 log = logging.getLogger(__name__)
 MAX_SOCKET_PATH = 107
@@ -157,14 +158,15 @@ class ZygoteLauncher:
     async def _kill_hung(self, silent_s: float) -> None:
         """Kill a zygote that does not answer, so that `run` starts another.
 
-        The socket is removed: `run` would connect again to a zygote that does not even end.
+        The socket and its lock are removed: `run` would connect again to a zygote that does not
+        even end, or the next one would find the socket served.
         """
         pid, writer = self._pid, self._writer
         assert pid is not None
         assert writer is not None
         log.error("the zygote does not answer; starting another", extra={"pid": pid, "silent_s": silent_s})
         self._connected.clear()
-        self._path.unlink(missing_ok=True)
+        self._remove_socket()
         await _end_process(pid, signal.SIGKILL)
         writer.close()
 
@@ -198,7 +200,7 @@ class ZygoteLauncher:
             return
         await _end_process(self._pid, signal.SIGTERM, signal.SIGKILL)
         self._reap()
-        self._path.unlink(missing_ok=True)
+        self._remove_socket()
 
     async def _wait_connected(self) -> None:
         """Wait for a connection.
@@ -232,6 +234,8 @@ class ZygoteLauncher:
             elif (status := self._process.poll()) is not None:
                 raise EngineFailed(f"The zygote ended with status {status}: {log_tail(self._log_path)}")
             if asyncio.get_running_loop().time() > deadline:
+                self._remove_socket()
+                await _end_process(self._process.pid, signal.SIGKILL)
                 raise EngineFailed(f"The zygote does not listen on {self._path} after {_START_WITHIN_S:g} s")
             await asyncio.sleep(_CONNECT_POLL_S)
 
@@ -249,6 +253,11 @@ class ZygoteLauncher:
                 )
         except OSError as e:
             raise EngineFailed(f"The zygote could not be started: {e}") from e
+
+    def _remove_socket(self) -> None:
+        """Remove the socket and its lock, which a process keeps that SIGKILL does not end."""
+        for path in (self._path, lock_path(self._path)):
+            path.unlink(missing_ok=True)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Handle messages until the connection ends. Kill a zygote that sends no first one."""

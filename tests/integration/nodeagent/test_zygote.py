@@ -161,10 +161,19 @@ async def test_exit_status_is_awaited_while_its_zygote_is_connected(tmp_path: Pa
                 await closed.wait()
 
 
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "waits in a driver"])
 async def test_zygote_that_hangs_is_killed_and_another_one_forks(
-    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
+    end_process = zygote._end_process
+
+    async def end_others(pid: int, *signals: signal.Signals) -> None:
+        if pid != hung.pid:
+            await end_process(pid, *signals)
+
     monkeypatch.setattr(zygote, "_FORK_WITHIN_S", 3.0)
+    if not ends:
+        monkeypatch.setattr(zygote, "_end_process", end_others)
     starts = [
         EngineStart(
             instance_id=f"hung-{n}",
@@ -187,11 +196,29 @@ async def test_zygote_that_hangs_is_killed_and_another_one_forks(
             hung = psutil.Process(zygotes._pid)
             hung.suspend()
             engines += map(psutil.Process, await asyncio.gather(*map(zygotes.launch, starts)))
-            assert await gone(hung.pid)
+            assert (await gone(hung.pid)) if ends else (hung.status() == psutil.STATUS_STOPPED)
             assert {zygote_of(engine.pid).pid for engine in engines} == {zygotes._pid}
         finally:
-            for engine in engines:
-                engine.kill()
+            for process in (hung, *engines):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            await gone(hung.pid)
+            await zygotes.close()
+            await asyncio.wait_for(running, 60)
+
+
+async def test_zygote_that_never_listens_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zygote, "_START_WITHIN_S", 0.5)
+    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
+        zygotes = ZygoteLauncher(Path(directory) / "z", tmp_path / "zygote.log", {}, "tests.support.silent_zygote")
+        running = asyncio.create_task(zygotes.run())
+        await asyncio.wait_for(zygotes.until_warm(), 60)  # two have failed
+        silent = list(zygotes._started)
+        try:
+            assert [await asyncio.to_thread(process.wait, 60) for process in silent] == [-signal.SIGKILL]
+        finally:
+            for process in silent:
+                process.kill()
             await zygotes.close()
             await asyncio.wait_for(running, 60)
 

@@ -30,7 +30,7 @@ from shared.messaging.replies import answer, decode_reply, encode_reply, faults_
 from shared.messaging.responders import ConcurrentResponder, Handle, Responder, SubscribedResponder
 from shared.nats_urls import inbox_prefix, requires_tls
 from shared.settings import CommonSettings
-from shared.tasks import end
+from shared.tasks import end, run_within
 from shared.telemetry.logs import LogRateLimit
 from shared.telemetry.tracing import carried, carry
 
@@ -59,6 +59,7 @@ class Mesh:
         self.reconnections = 0
         self._reconnect_listeners: list[Callable[[], None]] = []
         self._stopping = False
+        self._probe: asyncio.Task[bool] | None = None
         self._away = LogRateLimit()
         urls = [url.strip() for url in settings.nats_url.get_secret_value().split(",")]
         self._servers = ",".join((urlsplit(url).netloc or url).rpartition("@")[2] for url in urls)
@@ -114,6 +115,8 @@ class Mesh:
         What is still to be sent, and then running handlers, get at most 2 s each.
         """
         self._stopping = True
+        if self._probe is not None:
+            await end(self._probe)
         if self._started:
             try:
                 await self.nc.flush(timeout=2)
@@ -123,7 +126,8 @@ class Mesh:
         await asyncio.gather(*(responder.abandon() for responder in self._responders))
         try:
             await self._broker.stop()
-        except ConnectionReconnectingError:  # NATS is away: there is nothing to drain
+        except (ConnectionReconnectingError, NatsTimeoutError):
+            # NATS is away, or does not answer: nothing can be drained.
             with suppress(OSError):  # of the lost connection
                 await self.nc.close()
 
@@ -158,20 +162,35 @@ class Mesh:
         """Wait until the server has processed what was sent so far: see `flush`."""
         await flush(self.nc, within)
 
-    async def probe(self, within_s: int) -> bool:
+    async def probe(self, within_s: float) -> bool:
         """Return True if the server answers. A connection on which it does not is opened again.
 
-        The client itself notices a half-open connection after 10 to 15 s.
+        The client itself notices a half-open connection after 10 to 15 s. Calls at the same time
+        share one probe, because a new connection loses the answers to all others.
+
+        Args:
+            within_s: Seconds in which it has to answer; a pause of this process counts less.
         """
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._probe_once(within_s), name="probe")
+        return await asyncio.shield(self._probe)
+
+    async def _probe_once(self, within_s: float) -> bool:
         if not self.is_connected:
             return False
+        reconnections, pongs = self.reconnections, self.nc._pongs_received
+        error = "the client does not read the answers"  # its flush returns at once then
         try:
-            await self.flush(within_s)
+            await run_within(within_s, self.flush())
         except (NatsError, OSError) as e:
-            log.warning("NATS does not answer; connecting again", extra={"servers": self._servers, "error": repr(e)})
-            await self.nc.force_reconnect()
-            return False
-        return True
+            error = repr(e)
+        if self.reconnections != reconnections or not self.nc.is_connected:
+            return False  # the answer was lost with the earlier connection
+        if self.nc._pongs_received > pongs:
+            return True
+        log.warning("NATS does not answer; connecting again", extra={"servers": self._servers, "error": error})
+        await self.nc.force_reconnect()
+        return False
 
     @property
     def max_body(self) -> int:

@@ -46,9 +46,12 @@ class LogRateLimit:
         self._logged_at[kind] = now
         return True
 
-    def reset(self) -> None:
-        """Reset after a recovery: the next message of any kind is logged."""
-        self._logged_at.clear()
+    def reset(self, kind: str | None = None) -> None:
+        """Reset after a recovery: the next message of the kind, or of any kind, is logged."""
+        if kind is None:
+            self._logged_at.clear()
+        else:
+            self._logged_at.pop(kind, None)
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:

@@ -14,6 +14,7 @@ from datetime import datetime
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 from nats.js import JetStreamContext
+from nats.js.api import StreamInfo
 from nats.js.errors import ServiceUnavailableError
 from nats.js.kv import KeyValue
 from pydantic import ValidationError
@@ -49,7 +50,7 @@ async def ensure_streams(js: JetStreamContext, replicas: int = 1) -> None:
 
 
 class Catalog:
-    """Writes the bucket, and fills it again if JetStream has lost it."""
+    """Writes the bucket, and fills it again if JetStream has lost it or its last changes."""
 
     def __init__(self, js: JetStreamContext, replicas: int = 1) -> None:
         self._js = js
@@ -57,6 +58,8 @@ class Catalog:
         self._bucket: KeyValue | None = None
         self._created: datetime | None = None
         """When the bucket was created, as it was opened last."""
+        self._last_seq = 0
+        """Sequence number of the last known change; a bucket below it is an earlier state."""
         self._is_filled = True
         """False: the bucket may differ from `_cards`."""
         self._cards: dict[str, ModelCard] = {}
@@ -79,7 +82,7 @@ class Catalog:
         self._unwritten.pop(name, None)
         with self._opened_again_after_errors():
             bucket = await self._open()
-            await bucket.delete(subjects.token(name))
+            await self._delete(bucket, subjects.token(name))
             for card in list(self._unwritten.values()):
                 try:
                     await self._write(bucket, card)
@@ -101,9 +104,10 @@ class Catalog:
         if self._bucket is None:
             bucket = await catalog_bucket(self._js, self._replicas, owner=self._created is None)
             info = (await bucket.status()).stream_info
-            if self._created is not None and (info.created != self._created or info.state.messages < self._count_written()):
+            if self._created is not None and self._is_lost(info):
                 log.warning("JetStream has lost the catalogue; writing it again", extra={"models": len(self._cards)})
                 self._is_filled = False
+            self._last_seq = info.state.last_seq
             if not self._is_filled:
                 await self._write_differences(bucket)
                 self._is_filled = True
@@ -111,8 +115,10 @@ class Catalog:
             self._bucket = bucket
         return self._bucket
 
-    def _count_written(self) -> int:
-        return len(self._cards) - len(self._unwritten)
+    def _is_lost(self, info: StreamInfo) -> bool:
+        """True if the bucket is another one, or lacks entries or changes."""
+        written = len(self._cards) - len(self._unwritten)
+        return info.created != self._created or info.state.messages < written or info.state.last_seq < self._last_seq
 
     @contextmanager
     def _opened_again_after_errors(self) -> Iterator[None]:
@@ -124,8 +130,12 @@ class Catalog:
 
     async def _write(self, bucket: KeyValue, card: ModelCard) -> None:
         with full_as(_FULL.format(name=card.name)):
-            await bucket.put(subjects.token(card.name), card.model_dump_json().encode())
+            self._last_seq = await bucket.put(subjects.token(card.name), card.model_dump_json().encode())
         self._unwritten.pop(card.name, None)
+
+    async def _delete(self, bucket: KeyValue, key: str) -> None:
+        await bucket.delete(key)
+        self._last_seq += 1  # a deletion is an entry, too
 
     async def read(self) -> dict[str, ModelCard]:
         """Return the present cards by key, without unreadable entries."""
@@ -141,7 +151,7 @@ class Catalog:
         present = await _read_entries(bucket)
         wanted = {subjects.token(c.name): c for c in self._cards.values()}
         for key in present.keys() - wanted.keys():
-            await bucket.delete(key)
+            await self._delete(bucket, key)
         self._unwritten = {c.name: c for key, c in wanted.items() if key not in present}
         for number, (key, card) in enumerate(wanted.items()):
             if present.get(key) != card.model_dump_json().encode():

@@ -296,7 +296,7 @@ class Outbox:
         async def publish() -> None:
             try:
                 await self._store_trace(subjects.load_trace(trace.plan_id), trace.model_dump_json().encode())
-                self._failures.reset()
+                self._failures.reset("traces")
             except (NatsError, TimeoutError) as e:
                 self._drop_trace(repr(e))
 
@@ -326,7 +326,7 @@ class Outbox:
         while True:
             try:
                 await write()
-                self._failures.reset()
+                self._failures.reset("catalogue")
                 return
             except (NatsError, TimeoutError) as e:
                 if self._failures.allows("catalogue"):

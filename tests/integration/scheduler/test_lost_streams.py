@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from nats.js.errors import NotFoundError
@@ -11,7 +13,8 @@ from nats.js.errors import NotFoundError
 from services.scheduler import app
 from services.scheduler.adapters.catalog import Catalog
 from shared.contracts import subjects
-from shared.contracts.admin import ModelAwake, WakeModel
+from shared.contracts.admin import ModelAwake, RemoveModel, WakeModel
+from shared.contracts.base import Done
 from shared.contracts.traces import LoadTrace
 from shared.messaging.streams import catalog_bucket
 from tests.integration.scheduler.conftest import Site, spec
@@ -37,18 +40,43 @@ async def test_the_next_registration_writes_a_lost_catalogue_again(led: Site) ->
     assert set(await catalogue(led)) == {"a", "b"}
 
 
-async def test_the_catalogue_is_written_again_after_nats_restarted_without_its_storage(led: Site, own_nats: NatsServer) -> None:
+async def restart(led: Site, own_nats: NatsServer, change: Callable[[Path], object]) -> None:
+    """Restart NATS after a change of its storage, and wait until the leader answers again."""
     reconnected = asyncio.Event()
     with led.mesh.on_reconnect(reconnected.set):
         own_nats.kill()
-        shutil.rmtree(own_nats.directory / "js")
+        change(own_nats.directory / "js")
         own_nats.restart()
         await reconnected.wait()
+    await led.view()
 
+
+async def await_catalogue(led: Site, names: set[str]) -> None:
     async def is_written() -> bool:
-        return set(await catalogue(led)) == {"a"}
+        return set(await catalogue(led)) == names
 
     await led.until(is_written)
+
+
+async def test_the_catalogue_is_written_again_after_nats_restarted_without_its_storage(led: Site, own_nats: NatsServer) -> None:
+    await restart(led, own_nats, shutil.rmtree)
+    await await_catalogue(led, {"a"})
+
+
+async def test_a_model_that_an_earlier_state_of_the_storage_has_is_removed_again(
+    led: Site, own_nats: NatsServer, tmp_path: Path
+) -> None:
+    earlier = tmp_path / "js"
+
+    def restore(storage: Path) -> None:
+        shutil.rmtree(storage)
+        shutil.copytree(earlier, storage)
+
+    await restart(led, own_nats, lambda storage: shutil.copytree(storage, earlier))
+    await led.ask(RemoveModel(name="a"), Done)
+    await await_catalogue(led, set())
+    await restart(led, own_nats, restore)
+    await await_catalogue(led, set())
 
 
 @pytest.mark.parametrize("emptied", ["created again", "purged"])

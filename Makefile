@@ -8,8 +8,9 @@ TORCH_INDEX ?=
 INSTALLER ?= pip
 # Options of both installs, e.g. --no-compile where tests import what they need.
 PIP_OPTIONS ?=
-# Test processes at a time. Many tests wait: with three, two cores are idle a fifth of the time.
-WORKERS ?= 4
+# Test processes at a time. On two virtual cores three left 21 % of the CPU time idle and took 26:10 and 2,071 CPU seconds
+# (`make test-cpu` shows them); four left 10 % and took 25:37 and 2,434, and tests waited longer for a core.
+WORKERS ?= 3
 # Of these, how many run the tests of whole meshes first, each of which computes.
 MESH_WORKERS ?= 2
 # What `make test-cpu` runs.

@@ -194,7 +194,6 @@ class Simulation:
         self.outcome.restarts += len(runs)
         if self.world.runtime.failover == "restart":
             for run in runs:
-                run.pause += self._clock.now - run.admitted_at if run.tokens else 0.0
                 run.tokens = 0
         self._clock.call_later(self.world.runtime.noticed_s, lambda: self._requeue(runs))
         self._clock.call_later(seconds, lambda: self.agents.recover(node))

@@ -13,11 +13,15 @@ from pathlib import Path
 
 
 def count_memory(pids: Iterable[int]) -> Counter[str]:
-    """Return the sums of all fields of `smaps_rollup` of the processes that exist, in bytes."""
+    """Return the sums of all fields of `smaps_rollup` of the processes that exist, in bytes.
+
+    `RssShmem` is that of `status`.
+    """
     found: Counter[str] = Counter()
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             _, *lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            lines += [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssShmem:")]
             for name, _, value in (line.partition(":") for line in lines):
                 found[name] += int(value.split()[0]) * 1024
     return found
@@ -36,4 +40,4 @@ def bounds_of_pss(pids: Iterable[int]) -> tuple[int, int]:
     """Return the bounds of the PSS: other processes may map the same files, or none may."""
     memory = count_memory(pids)
     least = memory["Pss_Anon"] + memory["Pss_Shmem"]
-    return least, least + memory["Rss"] - memory["Anonymous"]
+    return least, least + memory["Rss"] - memory["Anonymous"] - memory["RssShmem"]

@@ -5,16 +5,17 @@ Tokens equal those of undisturbed responses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from shared.contracts import subjects
-from shared.contracts.inference import InferEnd, InferFailed, InferResponse, Resume
+from shared.contracts.inference import InferEnd, InferFailed, InferReply, InferResponse, Resume
 from shared.contracts.migration import PrepareResume, ResumePrepared
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
-from tests.support.hosted import HostedAnswer, Hosts, resume_of, text_and_events
+from tests.support.hosted import HostedAnswer, Hosts, bytes_of, resume_of, text_and_events
 from tests.support.servers import NatsServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
@@ -23,15 +24,27 @@ CUTS = (1, 20, 37)
 """Tokens of the part that an engine has sent, of 40."""
 
 
-async def cut_after(hosts: Hosts, instance: str, endpoint: Any, tokens: int, body: dict[str, Any]) -> tuple[HostedAnswer, Resume]:
-    """Return a response that ends after some tokens, and the state of one that was cut there.
+async def cut(
+    hosts: Hosts, instance: str, endpoint: Any, body: dict[str, Any], replies: Sequence[InferReply]
+) -> list[tuple[bytes, Resume]]:
+    """Return what was sent before each cut of a response, and the response's state there.
 
-    A whole response cannot be cut at a chosen token: on a busy machine a message has many.
+    A whole response cannot be cut at a chosen token: on a busy machine a message has many. So most
+    parts are responses that end there. The last part is of `replies`, between two messages, if
+    these have some of the tokens each.
     """
-    begun = await hosts.whole(instance, endpoint, **{**body, "max_tokens": tokens})
-    state = resume_of(begun.stream.replies)
-    assert len(state.choices[0].token_ids) == tokens
-    return begun, state.model_copy(update={"choices": (state.choices[0].model_copy(update={"finish_reason": None}),)})
+    parts = []
+    for tokens in CUTS:
+        begun = await hosts.whole(instance, endpoint, **{**body, "max_tokens": tokens})
+        state = resume_of(begun.stream.replies)
+        assert len(state.choices[0].token_ids) == tokens
+        continued = state.choices[0].model_copy(update={"finish_reason": None})
+        parts.append((begun.body, state.model_copy(update={"choices": (continued,)})))
+    inner = [n for n in range(1, len(replies)) if 0 < len(resume_of(replies[:n]).choices[0].token_ids) < 40]
+    if inner:
+        sent = replies[: inner[len(inner) // 2]]
+        parts.append((bytes_of(sent), resume_of(sent)))
+    return parts
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
@@ -40,13 +53,13 @@ async def test_cut_anywhere_and_resumed(mesh: Mesh, nats_server: NatsServer, vll
     prompt: dict[str, Any] = {"messages": HELLO} if endpoint == "chat" else {"prompt": "Where does the ice go?"}
     body = {**prompt, "stream": True, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
     undisturbed = await hosts.whole(vllm.instance, endpoint, **body)
-    whole = resume_of(undisturbed.stream.replies)
+    replies = undisturbed.stream.replies
+    whole = resume_of(replies)
     assert len(whole.choices[0].token_ids) == 40
     assert undisturbed.usage is not None
     assert undisturbed.usage.completion_tokens == 40
-    for cut in CUTS:
-        begun, resume = await cut_after(hosts, vllm.instance, endpoint, cut, body)
-        if cut == CUTS[1]:
+    for sent, resume in await cut(hosts, vllm.instance, endpoint, body, replies):
+        if len(resume.choices[0].token_ids) == CUTS[1]:
             sequence = (*range(3, 3 + resume.prompt_tokens), *resume.choices[0].token_ids)
             ahead = PrepareResume(prepared=endpoint, revision="r1", sequences=(sequence,))
             assert (await mesh.request(subjects.engine_control(vllm.instance), ahead, ResumePrepared)).tokens == len(sequence)
@@ -54,8 +67,8 @@ async def test_cut_anywhere_and_resumed(mesh: Mesh, nats_server: NatsServer, vll
         await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         again = HostedAnswer(rest)
         got = resume.choices[0].token_ids + resume_of(rest.replies).choices[0].token_ids
-        assert got == whole.choices[0].token_ids, cut
-        assert text_and_events(begun.body + again.body)[0] == text_and_events(undisturbed.body)[0]
+        assert got == whole.choices[0].token_ids, len(resume.choices[0].token_ids)
+        assert text_and_events(sent + again.body)[0] == text_and_events(undisturbed.body)[0]
         assert again.usage == undisturbed.usage
 
 
@@ -75,14 +88,13 @@ async def test_llama_servers_completions_are_resumed(
     assert undisturbed.usage.completion_tokens == 40
     whole = resume_of(replies)
     assert len(whole.choices[0].token_ids) == 40, "each token was reported"
-    for cut in CUTS:
-        begun, resume = await cut_after(hosts, own_server.instance, "completion", cut, body)
+    for sent, resume in await cut(hosts, own_server.instance, "completion", body, replies):
         rest = await hosts.ask(own_server.instance, "completion", resume=resume, **body)
         await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         again = HostedAnswer(rest)
         got = resume.choices[0].token_ids + resume_of(rest.replies).choices[0].token_ids
-        assert got == whole.choices[0].token_ids, cut
-        assert text_and_events(begun.body + again.body)[0] == text_and_events(undisturbed.body)[0]
+        assert got == whole.choices[0].token_ids, len(resume.choices[0].token_ids)
+        assert text_and_events(sent + again.body)[0] == text_and_events(undisturbed.body)[0]
         assert again.usage is not None
         assert (again.usage.prompt_tokens, again.usage.completion_tokens) == (undisturbed.usage.prompt_tokens, 40)
         assert again.usage.cached_tokens <= again.usage.prompt_tokens

@@ -41,7 +41,7 @@ async def test_llamacpp_is_killed_and_started_again(nats_server: NatsServer, ggu
     card = hosted_card(gguf_file, "llamacpp", context=1024)
     async with running_node(nats_server.url, tmp_path, **settings) as node:
         await start_command(node, "llama1", card)
-        status = await node.reaches("llama1", InstanceState.READY, InstanceState.FAILED, within=60)
+        status = await node.reaches("llama1", InstanceState.READY, InstanceState.FAILED, within=PATIENCE_S)
         assert status.error is None
         host = status.pids[0]
         (engine,) = (pid for pid in status.pids if "llama_cpp.server" in psutil.Process(pid).cmdline())
@@ -57,7 +57,7 @@ async def test_llamacpp_is_killed_and_started_again(nats_server: NatsServer, ggu
         await node.until(lambda s: s.devices[0].reserved_bytes == 0)
         assert await gone(host)
         await start_command(node, "llama2", card, token=3)
-        assert (await node.reaches("llama2", InstanceState.READY, InstanceState.FAILED, within=60)).error is None
+        assert (await node.reaches("llama2", InstanceState.READY, InstanceState.FAILED, within=PATIENCE_S)).error is None
         await node.stop("llama2", token=(1 << 32) + 4)
         stopped = await node.reaches("llama2", InstanceState.STOPPED, InstanceState.FAILED)
         assert stopped.error is None

@@ -19,7 +19,7 @@ import pytest
 from tests.support.launcher import ROOT, until
 
 # A service like all others. Its loop blocks for good once a file exists; it exits with 3 once
-# another one does. The file `slow` makes it take two seconds for what it does at SIGABRT.
+# another one does. The file `slow` makes it take 1.5 s for what it does at SIGABRT.
 SERVICE = """
 import asyncio, os, signal, sys, time
 from pathlib import Path
@@ -27,7 +27,7 @@ from shared.runtime import run_service
 from shared.settings import CommonSettings
 here = Path(sys.argv[1])
 def dump(*_):
-    time.sleep(2)
+    time.sleep(1.5)
     (here / "dumped").write_text("")
     os._exit(1)
 async def app(settings, stop):

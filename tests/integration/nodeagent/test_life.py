@@ -35,6 +35,7 @@ async def test_started_instance_becomes_ready_with_all_phases(node: Node) -> Non
 async def test_a_stop_proves_the_memory_free(node: Node) -> None:
     instance_id = await node.start()
     pid = (await node.reaches(instance_id, READY)).pids[0]
+    await node.until(lambda s: s.instances[0].memory.private > 0)  # measured after that
     await node.stop(instance_id)
     status = await node.reaches(instance_id, STOPPED)
     assert await gone(pid)

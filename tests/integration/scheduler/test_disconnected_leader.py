@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
+from services.scheduler.adapters import connection as connection_of_leader
 from services.scheduler.adapters.connection import PROBE_WITHIN_S, Connection
 from shared.contracts.node import NODE_LOST_AFTER_S, InstanceState, StopInstance
 from shared.messaging import Mesh
@@ -111,16 +113,19 @@ async def test_nodes_outlive_a_half_open_connection_of_the_leader(site: Site, ne
 async def test_node_that_dies_is_lost_while_the_connection_works(site: Site) -> None:
     node = await site.node()
     site.scheduler()
-    await site.until(lambda: node.seq > 1)
+
+    async def is_alive(wanted: bool) -> bool:
+        return [n.alive for n in (await site.view()).nodes] == [wanted]
+
+    await site.until(partial(is_alive, True))
     await node.stop()
-
-    async def is_lost() -> bool:
-        return [n.alive for n in (await site.view()).nodes] == [False]
-
-    await site.until(is_lost)
+    await site.until(partial(is_alive, False))
 
 
-async def test_connection_works_from_its_latest_reconnection_on(site: Site, own_nats: NatsServer) -> None:
+async def test_connection_works_from_its_latest_reconnection_on(
+    site: Site, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_of_leader, "PROBE_WITHIN_S", 60)
     mesh = Mesh(site.settings, "leader")
     await mesh.start()
     try:

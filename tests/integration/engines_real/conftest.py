@@ -1,4 +1,4 @@
-"""Real vLLM and llama.cpp servers behind hosts, one of each for all tests.
+"""Real vLLM and llama.cpp servers behind hosts, one of each for all tests of a process.
 
 vLLM takes half a minute to start, most of it on one core: those of several files start together.
 """
@@ -194,7 +194,8 @@ def spawned_with_loader(card: ModelCard, url: str, logs: Path) -> Iterator[Plugi
 def started_together(request: pytest.FixtureRequest, home: Path) -> None:
     """Start the vLLMs that the collected tests share at once.
 
-    A test that needs one waits until it is ready. Tests of its memory run when no other starts.
+    A test that needs one waits until it is ready. Tests of its memory run when no other
+    one of this process starts.
     """
     asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     for name in sorted(asked & {"vllm", "plugin_vllm"}):

@@ -1,8 +1,4 @@
-"""A real vLLM that never generates is detected and explained.
-
-The file's name sorts first: this start takes the longest, and the vLLMs of the other files start
-meanwhile.
-"""
+"""A real vLLM that never generates is detected and explained."""
 
 from __future__ import annotations
 

@@ -85,8 +85,10 @@ def test_an_agent_removes_orders_whose_processes_have_ended(tmp_path: Path) -> N
     specs.mkdir()
     for name in ("ended.json", "starting.json"):
         (specs / name).write_text("{}")
-    child = subprocess.Popen([sys.executable, "-c", "input()", str(specs / "starting.json")], stdin=subprocess.PIPE)
-    os.kill(child.pid, signal.SIGSTOP)
+    program = (sys.executable, "-c", "print(flush=True); input()", str(specs / "starting.json"))
+    child = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()  # during an exec the kernel shows no command line
     try:
         DirectLauncher("services.enginehost", specs)
         assert [path.name for path in specs.iterdir()] == ["starting.json"]

@@ -19,14 +19,14 @@ from services.nodeagent.adapters.publisher import Publisher
 from services.nodeagent.adapters.records import Records
 from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.domain import events as e
-from services.nodeagent.domain.resuming import has_to_serve_again
-from services.nodeagent.domain.state import Instance, Process
+from services.nodeagent.domain.state import Process
 from services.nodeagent.engines.executors import Executors
 from services.nodeagent.engines.exits import explain_exit, prune_logs, reports_fault
 from services.nodeagent.engines.launcher import Launcher
 from services.nodeagent.engines.process import Processes
 from services.nodeagent.loop import Loop
 from services.nodeagent.suspend.suspender import Suspender
+from services.nodeagent.suspend.unpausing import Unpausing, was_nats_away
 from shared.contracts import subjects
 from shared.contracts.base import Done, ErrorBody, Message, Request
 from shared.contracts.engine import ChangeModel, DrainEngine, EngineReport, EngineStart, PingEngine
@@ -87,8 +87,7 @@ class EffectRunner:
         self._loop = loop
         self._tasks = tasks
         self._running: set[asyncio.Task[None]] = set()
-        self._unpausing: dict[str, asyncio.Task[None]] = {}
-        """The tasks that have paused engines serve again, by instance."""
+        self._unpausing = Unpausing(parts.mesh, parts.suspender, lambda: loop.state)
         self._replies: dict[int, asyncio.Future[Done]] = {}
         self.processes = Processes(self._on_exited)
 
@@ -129,7 +128,7 @@ class EffectRunner:
             case e.RequestDrain():
                 self._spawn("drain", effect.instance_id, self._drain(effect))
             case e.PauseEngine():
-                self._end_unpausing(effect.instance_id)
+                self._unpausing.end(effect.instance_id)
                 self._spawn("hold", effect.instance_id, self._hold(effect))
             case e.Suspend():
                 self._spawn("suspend", effect.instance_id, self._suspend(effect))
@@ -292,7 +291,7 @@ class EffectRunner:
             detached = await self._executors.detach(instance_id, pid, _DETACHES_WITHIN_S)
         except (Unreachable, DeadlineExceeded) as silent:
             fields = {"instance": instance_id, "pid": pid, "error": silent.message}
-            if self._was_nats_away(reconnections):
+            if was_nats_away(self._mesh, reconnections):
                 log.warning("failed to detach an instance while NATS was unreachable; retrying", extra=fields)
                 return  # its executor serves other models, and is not to blame
             log.error("the executor does not answer; ending it", extra=fields)
@@ -402,34 +401,19 @@ class EffectRunner:
         self._post(e.Spilled(effect.instance_id, freed))
 
     def _begin_resume(self, effect: e.Resume) -> None:
-        self._end_unpausing(effect.instance_id)
+        self._unpausing.end(effect.instance_id)
         task = self._spawn("resume", effect.instance_id, self._resume(effect))
-        if effect.way is not None:
-            return
-
-        def forget(ended: asyncio.Task[None]) -> None:
-            if self._unpausing.get(effect.instance_id) is ended:
-                del self._unpausing[effect.instance_id]
-
-        self._unpausing[effect.instance_id] = task
-        task.add_done_callback(forget)
-
-    def _end_unpausing(self, instance_id: str) -> None:
-        """Cancel the task that has a paused engine serve again; a newer effect decides.
-
-        Otherwise the task could thaw or wake an engine after its suspension. NATS delivers what it
-        has sent before what is sent from now on.
-        """
-        task = self._unpausing.pop(instance_id, None)
-        if task is not None:
-            task.cancel()
+        if effect.way is None:
+            self._unpausing.keep(effect.instance_id, task)
 
     async def _resume(self, effect: e.Resume) -> None:
         instance = self._loop.state.instances[effect.instance_id]
         timeline = self._timelines.get_timeline(effect.instance_id)
         timeline.restoring(effect.way or "held")
         try:
-            used = await (self._suspender.resume(instance, effect.way) if effect.way is not None else self._unpause(instance))
+            used = await (
+                self._suspender.resume(instance, effect.way) if effect.way is not None else self._unpausing.unpause(instance)
+            )
         except ThawError as error:
             log.error(
                 "failed to resume an instance",
@@ -440,33 +424,6 @@ class EffectRunner:
         finally:
             timeline.record_restored(instance.command.traceparent)
         self._post(e.Resumed(effect.instance_id, used))
-
-    async def _unpause(self, instance: Instance) -> int:
-        """Have a paused engine serve again, and return the bytes that it holds.
-
-        While NATS is unreachable, an engine without an answer is not to blame, and is asked again,
-        unless the instance is being suspended or stopped.
-
-        Raises:
-            RestoreFailed: It does not serve as before.
-        """
-        while True:
-            reconnections = self._mesh.reconnections
-            try:
-                return await self._suspender.resume(instance, None)
-            except ThawError:
-                if not (self._has_to_serve_again(instance) and self._was_nats_away(reconnections)):
-                    raise
-                await asyncio.sleep(_ASK_AGAIN_S)
-                if not self._has_to_serve_again(instance):  # it may be suspended, and has to stay so
-                    raise
-
-    def _has_to_serve_again(self, instance: Instance) -> bool:
-        return has_to_serve_again(self._loop.state, instance.instance_id)
-
-    def _was_nats_away(self, reconnections: int) -> bool:
-        """True if NATS is unreachable, or was since `Mesh.reconnections` had this value."""
-        return not self._mesh.is_connected or self._mesh.reconnections != reconnections
 
     async def _assess(self, effect: e.Assess) -> None:
         await asyncio.sleep(effect.after_s)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -323,16 +324,23 @@ class SlowGroups(Cgroups):
         self._done.append("thaw")
 
 
-@pytest.mark.parametrize("is_sent", [False, True], ids=["not thawed yet", "unreachable"])
-async def test_engine_is_not_thawed_or_woken_after_it_was_asked_to_pause_again(tmp_path: Path, is_sent: bool) -> None:
-    """It would run after its suspension, with memory that belongs to another model."""
-    engine = Engine()
+@contextlib.asynccontextmanager
+async def unpausing(engine: Engine, tmp_path: Path) -> AsyncIterator[tuple[Node, SlowGroups]]:
+    """Yield a node that unpauses an engine, and waits until its processes are listed."""
     groups = SlowGroups(engine.done)
     suspender = Suspender({}, groups, MemoryUsage({}), cast(Any, engine.ask), 60.0)
     async with asyncio.TaskGroup() as tasks:
         node = Node(tmp_path, tasks, make_paused(), mesh=FakeMesh(), detach=detached, suspender=suspender)
         node.runner.perform(e.Resume("i", None))
         assert await asyncio.to_thread(groups.lists.wait, 60)
+        yield node, groups
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["not thawed yet", "unreachable"])
+async def test_engine_is_not_thawed_or_woken_after_it_was_asked_to_pause_again(tmp_path: Path, is_sent: bool) -> None:
+    """It would run after its suspension, with memory that belongs to another model."""
+    engine = Engine()
+    async with unpausing(engine, tmp_path) as (node, groups):
         if is_sent:
             groups.may_list.set()
             await asyncio.wait_for(engine.missed.wait(), 60)
@@ -348,12 +356,7 @@ async def test_only_the_newest_attempt_to_unpause_is_reported(tmp_path: Path) ->
     """The failure of an older one would count against the newest."""
     engine = Engine()
     engine.is_connected = True
-    groups = SlowGroups(engine.done)
-    suspender = Suspender({}, groups, MemoryUsage({}), cast(Any, engine.ask), 60.0)
-    async with asyncio.TaskGroup() as tasks:
-        node = Node(tmp_path, tasks, make_paused(), mesh=FakeMesh(), detach=detached, suspender=suspender)
-        node.runner.perform(e.Resume("i", None))
-        assert await asyncio.to_thread(groups.lists.wait, 60)
+    async with unpausing(engine, tmp_path) as (node, groups):
         node.runner.perform(e.Resume("i", None))
         groups.may_list.set()
         assert await node.next_event() == e.Resumed("i", 0)

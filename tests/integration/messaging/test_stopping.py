@@ -46,7 +46,7 @@ def environment(tmp_path: Path, new_port: Callable[[], int]) -> dict[str, str]:
     return {
         "THAW_HOME": str(tmp_path),
         "THAW_NATS_URL": f"nats://somebody:secret@127.0.0.1:{new_port()}",
-        "THAW_DATABASE_URL": f"postgresql+asyncpg://nobody@127.0.0.1:{new_port()}/none",
+        "THAW_DATABASE_URL": f"postgresql+asyncpg://thaw@127.0.0.1:{new_port()}/none",
         "THAW_GATEWAY_PORT": str(new_port()),
         "THAW_DEVICES": "cpu:0=1GiB",
         "THAW_ZYGOTE": "false",

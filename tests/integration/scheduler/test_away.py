@@ -35,7 +35,7 @@ async def test_scheduler_retries_the_database_and_logs_each_error_once(nats_serv
             | {
                 "THAW_HOME": str(tmp_path),
                 "THAW_NATS_URL": nats_server.url,
-                "THAW_DATABASE_URL": f"postgresql+asyncpg://nobody@127.0.0.1:{port}/none",
+                "THAW_DATABASE_URL": f"postgresql+asyncpg://thaw@127.0.0.1:{port}/none",
             },
             cwd=ROOT,
             stderr=asyncio.subprocess.PIPE,

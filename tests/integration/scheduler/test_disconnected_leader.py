@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 
@@ -11,71 +10,19 @@ import pytest
 
 from services.scheduler.adapters import connection as connection_of_leader
 from services.scheduler.adapters.connection import PROBE_WITHIN_S, Connection
-from shared.contracts.node import NODE_LOST_AFTER_S, InstanceState, StopInstance
+from shared.contracts.node import NODE_LOST_AFTER_S
 from shared.messaging import Mesh
-from tests.integration.scheduler.conftest import Site, process, spec
-from tests.integration.scheduler.queries import plan_of
-from tests.support.fake_node import FakeNode
+from tests.integration.scheduler.conftest import Site, process
+from tests.integration.scheduler.held_starts import begin_start, end_start
+from tests.support.nats_relay import NatsRelay
 from tests.support.servers import NatsServer
 
 
-class Network:
-    """The network between a process and NATS.
-
-    Attributes:
-        up: While it is not set, connections stay open and forward nothing.
-    """
-
-    def __init__(self, nats_port: int) -> None:
-        self._nats_port = nats_port
-        self.up = asyncio.Event()
-        self.up.set()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there = await asyncio.open_connection("127.0.0.1", self._nats_port)
-        await asyncio.gather(self._forward(reader, there[1]), self._forward(there[0], writer))
-
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 16):
-                await self.up.wait()
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-
 @pytest.fixture
-async def network(own_nats: NatsServer) -> AsyncIterator[tuple[Network, str]]:
-    """Yield a network and the URL of NATS behind it."""
-    network = Network(own_nats.port)
-    async with await asyncio.start_server(network.serve, "127.0.0.1", 0) as server:
-        yield network, f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        network.up.set()
-
-
-async def begin_start(site: Site) -> None:
-    """Begin a start that does not end yet; its node has reported it to the leader."""
-    await site.add(spec("a", replicas={"min": 1, "max": 1}))
-
-    async def is_loading() -> bool:
-        return [i.state for n in (await site.view()).nodes for i in n.instances] == [InstanceState.LOADING]
-
-    await site.until(is_loading)
-
-
-async def end_start(site: Site, node: FakeNode) -> None:
-    """Check that the start is still under way, and let it end."""
-    plan = await plan_of(site, "a")
-    assert plan.outcome == "pending", plan.reason
-    assert node.hold_starts is not None
-    node.hold_starts.set()
-
-    async def is_ready() -> bool:
-        return (await plan_of(site, "a")).outcome == "ready"
-
-    await site.until(is_ready)
-    assert len(node.started("a")) == 1
-    assert not [c for c in node.commands if isinstance(c, StopInstance)]
+async def relay(own_nats: NatsServer) -> AsyncIterator[NatsRelay]:
+    relay = NatsRelay(own_nats)
+    async with relay.serving():
+        yield relay
 
 
 async def kill(leader: asyncio.subprocess.Process) -> None:
@@ -96,15 +43,14 @@ async def test_nodes_outlive_a_restart_of_nats(site: Site, own_nats: NatsServer)
         await kill(leader)
 
 
-async def test_nodes_outlive_a_half_open_connection_of_the_leader(site: Site, network: tuple[Network, str]) -> None:
-    between, url = network
+async def test_nodes_outlive_a_half_open_connection_of_the_leader(site: Site, relay: NatsRelay) -> None:
     node = await site.node(hold_starts=asyncio.Event())
-    leader = await process(site, "half-open", THAW_NATS_URL=url)
+    leader = await process(site, "half-open", THAW_NATS_URL=relay.url)
     try:
         await begin_start(site)
-        between.up.clear()
+        relay.up.clear()
         await asyncio.sleep(NODE_LOST_AFTER_S + 2 * PROBE_WITHIN_S)
-        between.up.set()
+        relay.up.set()
         await end_start(site, node)
     finally:
         await kill(leader)

@@ -10,10 +10,11 @@ import pytest
 
 from shared.contracts.admin import ExplainPlan, PlanExplained
 from shared.contracts.demand import DemandNoted
-from shared.contracts.node import NODE_LOST_AFTER_S, InstanceState, StopInstance
+from shared.contracts.node import NODE_LOST_AFTER_S, StopInstance
 from shared.errors import DeadlineExceeded, Unavailable, Unreachable
 from tests.integration.scheduler.conftest import Site, process, spec, standby
-from tests.integration.scheduler.queries import plan_of, ready
+from tests.integration.scheduler.held_starts import begin_start, end_start
+from tests.integration.scheduler.queries import ready
 from tests.support.fake_node import MIB
 from tests.support.otlp import OtlpReceiver
 
@@ -112,20 +113,11 @@ async def test_leader_that_was_paused_takes_no_node_for_lost(site: Site) -> None
     node = await site.node(hold_starts=asyncio.Event())
     leader = await process(site, "paused")
     try:
-        await site.add(spec("a", replicas={"min": 1, "max": 1}))
-        await site.until(lambda: any(i.state is InstanceState.LOADING for i in node.of("a")))
+        await begin_start(site)
         leader.send_signal(signal.SIGSTOP)
         await asyncio.sleep(NODE_LOST_AFTER_S + 1)
         leader.send_signal(signal.SIGCONT)
-        plan = await plan_of(site, "a")
-        assert plan.outcome == "pending", plan.reason
-        assert node.hold_starts is not None
-        node.hold_starts.set()
-
-        async def is_ready() -> bool:
-            return (await plan_of(site, "a")).outcome == "ready"
-
-        await site.until(is_ready)
+        await end_start(site, node)
     finally:
         leader.kill()
         await log_of(leader)

@@ -269,6 +269,7 @@ class Host(InstanceProcess):
             raise EngineFailed(f"The engine is {self._reporter.state} and cannot sleep now. Try again once it is ready")
         began = time.monotonic()
         if self._sleep_level is None:
+            await self._engine.keep_output()
             self._serving.close()
             self._sleep_level = 0
         try:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from services.enginehost.drivers.port import Command, Driver, Launch, Rank
-from services.enginehost.drivers.probe_response import response_fingerprint
+from services.enginehost.drivers.port import PROBE_TOKENS, Command, Driver, Launch, Rank
+from services.enginehost.drivers.probe_response import generated_output
 from services.enginehost.drivers.registry import driver_of
 from services.enginehost.http1 import Address, Client, HttpError
 from services.enginehost.runtimes.container import start_container
@@ -149,7 +149,7 @@ class Engine:
                     await self._change_model(asleep)
                 self._reporter.advance(0.97, Phase.PROFILE)
                 with self._timeline.phase(Phase.PROFILE):
-                    await self._first_token()
+                    await self._first_token(only=True)
             return True
         except TimeoutError:
             error = EngineFailed(f"The engine did not change its model within {_CHANGE_WITHIN_S:g} s")
@@ -348,13 +348,16 @@ class Engine:
     def _on_prepare_progress(self, phase: Phase, share: float) -> None:
         self._reporter.advance(_UP + 0.06 * share, phase)
 
-    async def _first_token(self) -> None:
-        """Generate a token, and keep the output for later comparison.
+    async def _first_token(self, *, only: bool = False) -> None:
+        """Generate tokens, and keep the output for later comparison.
 
         It proves that the engine works.
+
+        Args:
+            only: Generate one token and keep nothing: `keep_output` does, when no request waits.
         """
         assert self._running is not None
-        probing = asyncio.ensure_future(self._ask_for_tokens())
+        probing = asyncio.ensure_future(generated_output(self.driver, self.client, 1 if only else PROBE_TOKENS))
         ended = asyncio.ensure_future(self._running.wait())
         try:
             waited: set[asyncio.Future[Any]] = {probing, ended}
@@ -370,7 +373,7 @@ class Engine:
                 how = f"; then it {ended.result()}"  # its answer says why, as vLLM's after an error of its core
             if isinstance(error, EngineFailed):
                 raise EngineFailed(f"{error.message}{how}{self._log_excerpt()}") from error
-            self._expected = probing.result()
+            self._expected = None if only else probing.result()
         finally:
             probing.cancel()
             ended.cancel()
@@ -378,10 +381,10 @@ class Engine:
     # Probes
 
     async def probe(self) -> tuple[bool, float]:
-        """Generate a token.
+        """Generate tokens.
 
         Returns:
-            Whether the output equals that of the start, and the duration in milliseconds.
+            Whether the output equals the output that was kept, and the duration in milliseconds.
 
         Raises:
             EngineFailed: The engine generated no token.
@@ -389,24 +392,21 @@ class Engine:
         began = time.monotonic()
         try:
             async with asyncio.timeout(_PROBE_WITHIN_S):
-                found = await self._ask_for_tokens()
+                found = await generated_output(self.driver, self.client)
         except TimeoutError as e:
             raise EngineFailed(f"The engine generated no token within {_PROBE_WITHIN_S:g} s") from e
+        if self._expected is None:
+            self._expected = found
         return found == self._expected, (time.monotonic() - began) * 1e3
 
-    async def _ask_for_tokens(self) -> str:
-        refusal = ""
-        for request in self.driver.probes():
-            try:
-                status, body = await self.client.ask(request)
-            except HttpError as e:
-                raise EngineFailed(f"The engine generated no token: {e}") from e
-            if 200 <= status < 300:
-                return response_fingerprint(body)
-            refusal = f"{request.path} answered {status}: {body[:300].decode(errors='replace')}"
-            if status not in (400, 404, 405, 501):
-                break
-        raise EngineFailed(f"The engine generated no token: {refusal}")
+    async def keep_output(self) -> None:
+        """Keep the output that probes compare with, unless there is one; no request may run.
+
+        Raises:
+            EngineFailed: The engine generated no token.
+        """
+        if self._expected is None:
+            await self.probe()
 
     # Sleep
 

@@ -7,8 +7,8 @@ publishes.
 A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exit": status};
 {"adapter": true} answers with the weights of the LoRA adapter that the request names;
 {"until": file} ends a stream once the file exists;
-{"mute": true} holds from then on, {"eat": true} takes memory without end; {"says": text} makes one
-like vLLM generate that (fake_tokens.py). A text asks for the digests of images (fake_digests.py).
+{"mute": true} and {"dropped": true} (other text) hold from then on; {"eat": true} takes memory
+without end; {"says": text} makes one like vLLM generate that (fake_tokens.py). A text asks for the digests of images (fake_digests.py).
 GET /stats returns options, environment and calls.
 """
 
@@ -182,6 +182,7 @@ class Fake:
             sys.stderr.write("the logits are not finite\n")
             sys.stderr.flush()
             os._exit(1)
+        self.dropped = self.dropped or bool(fake.get("dropped"))
         self.options.mute = self.options.mute or self.options.mute_end or bool(fake.get("mute"))
         if self.options.mute or self.asleep or "status" in fake:
             status = fake.get("status", 500)

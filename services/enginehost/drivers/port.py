@@ -247,14 +247,17 @@ class Driver:
         """
         return {**body, "model": self.name_of(adapter)}
 
-    def probes(self) -> list[HttpRequest]:
+    def probes(self, tokens: int = PROBE_TOKENS) -> list[HttpRequest]:
         """Return requests that prove that the engine works, in the order to try.
 
         The next one is tried after a 404 or 405.
+
+        Args:
+            tokens: The number of tokens to generate, at most.
         """
         if self.card.info.task == "embed":
             return [json_request("/v1/embeddings", {"model": self.served_name, "input": PROBE_PROMPT})]
-        asked = {"model": self.served_name, "max_tokens": PROBE_TOKENS, "temperature": 0, "stream": False}
+        asked = {"model": self.served_name, "max_tokens": tokens, "temperature": 0, "stream": False}
         completion = json_request("/v1/completions", {**asked, "prompt": PROBE_PROMPT})
         chat = json_request("/v1/chat/completions", {**asked, "messages": [{"role": "user", "content": PROBE_PROMPT}]})
         return [completion, chat]

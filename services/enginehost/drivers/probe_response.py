@@ -1,4 +1,4 @@
-"""Comparable content of a probe's response: text, or a fingerprint."""
+"""Probes of an engine, and the comparable content of a response: text, or a fingerprint."""
 
 from __future__ import annotations
 
@@ -6,10 +6,32 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from services.enginehost.drivers.port import PROBE_TOKENS, Driver
+from services.enginehost.http1 import Client, HttpError
 from shared.errors import EngineFailed
 
 _FINGERPRINT_NUMBERS = 8
 _DIGITS = 3
+
+
+async def generated_output(driver: Driver, client: Client, tokens: int = PROBE_TOKENS) -> str:
+    """Have the engine generate tokens, and return their comparable content.
+
+    Raises:
+        EngineFailed: The engine generated no token.
+    """
+    refusal = ""
+    for request in driver.probes(tokens):
+        try:
+            status, body = await client.ask(request)
+        except HttpError as e:
+            raise EngineFailed(f"The engine generated no token: {e}") from e
+        if 200 <= status < 300:
+            return response_fingerprint(body)
+        refusal = f"{request.path} answered {status}: {body[:300].decode(errors='replace')}"
+        if status not in (400, 404, 405, 501):
+            break
+    raise EngineFailed(f"The engine generated no token: {refusal}")
 
 
 def response_fingerprint(body: bytes) -> str:

@@ -126,6 +126,10 @@ class PageOut:
     def forget(self, instance_id: str) -> None:
         self._touched.pop(instance_id, None)
 
+    def rename(self, old: str, new: str) -> None:
+        if old in self._touched:
+            self._touched[new] = self._touched.pop(old)
+
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         """Record the duration of a resume up to the engine's first answer."""
         self._estimates = self._estimates.learn_resumed(snapshot_bytes, took_s)

@@ -345,6 +345,9 @@ class CudaCheckpoint:
         self._spilled.discard(instance_id)
         self._checkpointed.pop(instance_id, None)
 
+    def rename(self, old: str, new: str) -> None:
+        self.forget(old)  # a restored engine has no state here
+
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         self._estimates = self._estimates.learn_resumed(snapshot_bytes, took_s)
 

@@ -95,6 +95,10 @@ class SuspendMethod(Protocol):
         """Drop the state of an ended instance."""
         ...
 
+    def rename(self, old: str, new: str) -> None:
+        """Keep the state of instance `old` for instance `new`, which now has its processes."""
+        ...
+
 
 @runtime_checkable
 class Spilling(Protocol):

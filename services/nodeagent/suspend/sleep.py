@@ -100,6 +100,9 @@ class EngineSleep:
     def forget(self, instance_id: str) -> None:
         """No-op: there is no state per instance."""
 
+    def rename(self, old: str, new: str) -> None:
+        """No-op: there is no state per instance."""
+
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         self._estimates = self._estimates.learn_resumed(snapshot_bytes, took_s)
 

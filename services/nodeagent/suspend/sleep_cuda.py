@@ -85,5 +85,8 @@ class SleepThenCheckpoint:
     def forget(self, instance_id: str) -> None:
         self._cuda.forget(instance_id)
 
+    def rename(self, old: str, new: str) -> None:
+        self._cuda.rename(old, new)
+
     def learn(self, snapshot_bytes: int, took_s: float) -> None:
         self._estimates = self._estimates.learn_resumed(snapshot_bytes, took_s)

@@ -232,7 +232,7 @@ class Suspender:
             await self._resume_by(way, target)
         await asyncio.to_thread(self._move, template.instance_id, instance.instance_id, target.pids)
         for method in self._ways.values():
-            method.forget(template.instance_id)
+            method.rename(template.instance_id, instance.instance_id)
 
     async def _resume_by(self, name: SuspendWay, target: Target) -> None:
         """Raises `RestoreFailed`, also for a method that only an earlier nodeagent had."""

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from services.enginehost.drivers.port import PROBE_TOKENS
 from shared.contracts import subjects
 from shared.contracts.base import Done
-from shared.contracts.engine import ChangeModel, EngineAsleep, EngineStart, SleepEngine
+from shared.contracts.engine import ChangeModel, EngineAsleep, EngineProbed, EngineStart, ProbeEngine, SleepEngine, WakeEngine
 from shared.contracts.models import ModelCard
-from shared.errors import Conflict, InstanceBusy, UnsupportedParameter
+from shared.errors import Conflict, EngineFailed, InstanceBusy, UnsupportedParameter
 from tests.support.hosted import Hosts, fake_program, hosted_card
 
 FROM_LOADER = {"load_format": "thaw"}
@@ -74,6 +75,35 @@ async def test_paused_engine_changes_its_model(hosts: Hosts, tmp_path: Path) -> 
     start = await change(hosts, start, card_of(tmp_path, "second"))
     assert (await hosts.settled(start.instance_id)).state == "ready"
     assert await text(hosts, start) == "second: t0 "
+
+
+async def test_one_token_proves_a_change_and_the_output_is_kept_before_the_engine_sleeps(hosts: Hosts, tmp_path: Path) -> None:
+    """A request waits for the change: what later probes compare with is generated afterwards."""
+    start = await change(hosts, await ready(hosts, tmp_path), card_of(tmp_path, "second"))
+    assert (await hosts.settled(start.instance_id)).state == "ready"
+    assert await probes_after_the_change(hosts, start) == [1]
+    control = subjects.engine_control(start.instance_id)
+    await hosts.mesh.request(control, SleepEngine(level=0), EngineAsleep)
+    assert (await hosts.mesh.request(control, WakeEngine(), EngineProbed)).same
+    assert await probes_after_the_change(hosts, start) == [1, PROBE_TOKENS, PROBE_TOKENS]
+
+
+async def test_changed_engine_with_other_output_after_sleeping_does_not_wake(hosts: Hosts, tmp_path: Path) -> None:
+    start = await change(hosts, await ready(hosts, tmp_path), card_of(tmp_path, "second"))
+    assert (await hosts.settled(start.instance_id)).state == "ready"
+    control = subjects.engine_control(start.instance_id)
+    assert (await hosts.mesh.request(control, ProbeEngine(), EngineProbed)).same, "it keeps its first output"
+    await hosts.whole(start.instance_id, "completion", prompt="x", fake={"dropped": True})
+    await hosts.mesh.request(control, SleepEngine(level=0), EngineAsleep)
+    with pytest.raises(EngineFailed, match="differs"):
+        await hosts.mesh.request(control, WakeEngine(), EngineProbed)
+
+
+async def probes_after_the_change(hosts: Hosts, start: EngineStart) -> list[int]:
+    """Return the numbers of tokens that the host asked for since the change of the model."""
+    calls = (await stats(hosts, start))["calls"]
+    changed = max(i for i, (_, path, _) in enumerate(calls) if path == "/thaw/model")
+    return [body["max_tokens"] for _, path, body in calls[changed:] if path == "/v1/completions"]
 
 
 @pytest.mark.parametrize("how", ["refuse", "nan", "exit"])

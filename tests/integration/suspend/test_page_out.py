@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,7 @@ async def test_process_tree_is_paged_out_and_restored_byte_for_byte(way: PageOut
 async def test_pages_used_after_a_resume_are_prefetched_the_next_time(
     way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[int] = []
-    real = memory.advise
-
-    def noted(pid: int, ranges: Iterable[tuple[int, int]], advice: int) -> int:
-        given.append(advice)
-        return real(pid, ranges, advice)
-
-    monkeypatch.setattr(memory, "advise", noted)
+    given = note_advice(monkeypatch)
     target = tree.target(groups)
     for turn in range(3):
         before = tree.digest()
@@ -81,6 +75,42 @@ async def test_pages_used_after_a_resume_are_prefetched_the_next_time(
         assert tree.digest() == before
         # The digest reads all memory; the node learns that in the first turn.
         assert (memory.MADV_WILLNEED in given) == (turn > 0)
+
+
+async def test_pages_used_are_known_after_the_processes_changed_their_instance(
+    way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template's engine gets another id: what was resident was not all created just now."""
+    given = note_advice(monkeypatch)
+    target = tree.target(groups)
+    await way.suspend(target)
+    await way.resume(target)
+    tree.digest()
+    for pid in target.pids:
+        groups.add("j", pid)
+    way.rename("i", "j")
+    renamed = replace(target, instance_id="j")
+    try:
+        await way.suspend(renamed)
+        given.clear()
+        await way.resume(renamed)
+        await way.wait_for_prefetches()
+    finally:
+        groups.kill("j")
+    assert memory.MADV_WILLNEED in given
+
+
+def note_advice(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list that will hold all advice that the kernel is given."""
+    given: list[int] = []
+    real = memory.advise
+
+    def noted(pid: int, ranges: Iterable[tuple[int, int]], advice: int) -> int:
+        given.append(advice)
+        return real(pid, ranges, advice)
+
+    monkeypatch.setattr(memory, "advise", noted)
+    return given
 
 
 def test_resident_pages_are_found_individually(able: None) -> None:

@@ -49,6 +49,7 @@ class SuspendMethod:
         self.name: SuspendWay = name
         self.resume_s = resume_s
         self.fails = ""
+        self.renamed = ("", "")
 
     def explain_unavailable(self) -> str:
         return ""
@@ -66,6 +67,9 @@ class SuspendMethod:
     def learn(self, snapshot_bytes: int, took_s: float) -> None: ...
 
     def forget(self, instance_id: str) -> None: ...
+
+    def rename(self, old: str, new: str) -> None:
+        self.renamed = (old, new)
 
 
 async def awake(subject: str, request: Any, reply: Any) -> Any:
@@ -139,6 +143,13 @@ async def test_way_of_an_earlier_agent_that_this_one_lacks_is_an_error() -> None
         await found.suspend(alive(), "cpu")
     with pytest.raises(CannotSuspend):
         await found.spill(alive(), "cpu")
+
+
+async def test_state_of_a_template_is_kept_for_the_instance_that_takes_its_engine() -> None:
+    method = SuspendMethod("cpu")
+    taker = alive().model_copy(update={"command": start("taker")})
+    await make_suspender(1000, method).hand_over(suspended("cpu", frees=4, left=1, snapshot=320), taker)
+    assert method.renamed == ("i", "taker")
 
 
 def alive() -> Instance:

@@ -8,7 +8,8 @@ A body's `fake` decides an answer: {"tokens": n, "pace": s, "status": code, "exi
 {"adapter": true} answers with the weights of the LoRA adapter that the request names;
 {"until": file} ends a stream once the file exists;
 {"mute": true} and {"dropped": true} (other text) hold from then on; {"eat": true} takes memory
-without end; {"says": text} makes one like vLLM generate that (fake_tokens.py). A text asks for the digests of images (fake_digests.py).
+without end; {"says": text} makes one like vLLM generate that (fake_tokens.py). A text asks for the
+digests of images (fake_digests.py).
 GET /stats returns options, environment and calls.
 """
 

@@ -183,7 +183,13 @@ def _trim_mean(values: Sequence[float]) -> float:
 
 
 def _start(t: RequestTrace, message: float, prompt: float) -> StartTimes:
-    """Of the start that the request caused; `message` and `prompt` in milliseconds."""
+    """Return the times of the start that the request caused.
+
+    Args:
+        t: The trace of the request.
+        message: Milliseconds of a message.
+        prompt: Milliseconds of the prefill.
+    """
     init = _span(t.spans, Phase.INIT)[0]
     warm_up = sum(s.duration_ms for s in _span(t.spans, Phase.PROFILE))
     first = (t.ttft_ms or 0.0) - _find_dispatched_at(t) - prompt

@@ -58,10 +58,12 @@ class Events:
 
 @dataclass
 class Tally:
-    """What the streams saw.
+    """Measurements of the streams.
 
-    `received` are all texts, `tokens` those before the deadline; `cpu_s` is this process's own
-    time.
+    Attributes:
+        tokens: Texts that arrived before the deadline.
+        received: All texts.
+        cpu_s: CPU seconds of this process.
     """
 
     ttft_ms: list[float] = field(default_factory=list)

@@ -94,7 +94,11 @@ class Groups(Bed):
     """The mesh, with a model for each number of stages."""
 
     def __init__(self, kv: str) -> None:
-        """Create it; `kv` is THAW_MIGRATE_KV."""
+        """Create the mesh.
+
+        Args:
+            kv: THAW_MIGRATE_KV.
+        """
         super().__init__(
             THAW_MIGRATE_KV=kv,
             THAW_PEERS="false",

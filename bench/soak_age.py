@@ -41,7 +41,11 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Pair:
-    """The same request to both meshes; `deck` numbers the deal that it belongs to."""
+    """The same request to both meshes.
+
+    Attributes:
+        deck: Number of the deal that it belongs to.
+    """
 
     deck: int
     kind: str

@@ -59,7 +59,11 @@ class SentRequest:
 
 
 class Load:
-    """Sends `rate` requests a second. `on_end` is called with every finished request."""
+    """Sends `rate` requests a second.
+
+    Args:
+        on_end: Called with every finished request.
+    """
 
     def __init__(
         self,

@@ -113,7 +113,14 @@ class Peer:
 
 
 def load(info: ModelInfo, peers: list[Peer], home: Path, dies: Peer | None = None) -> float:
-    """Seconds of one load. `dies` is killed when a third of the bytes is there."""
+    """Return the seconds of one load.
+
+    Args:
+        info: The model.
+        peers: The nodes that have it.
+        home: Directory of the loading node.
+        dies: The peer that is killed when a third of the bytes is loaded.
+    """
     known = Peers("bench")
     for peer in peers:
         asyncio.run(known.on_status(peer.status(info.revision)))

@@ -80,7 +80,12 @@ class Ballast:
 
 
 def sizes(add: Add, rounds: int) -> None:
-    """`add` is called with each figure."""
+    """Suspend and resume processes of each size.
+
+    Args:
+        add: Called with each figure.
+        rounds: Number of rounds, at most `MOST_ROUNDS`.
+    """
     groups = open_cgroups(f"b{uuid.uuid4().hex[:6]}")
     way = PageOut(groups)
     if why := way.explain_unavailable():

@@ -27,11 +27,14 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes by kind; `total` is what is reserved.
+    """Bytes that an instance needs, by kind.
 
-    `kv_floor` is the part of `kv` that an instance needs for itself where KV caches borrow pages.
-    `executor` is not part of `total`: the process of a shared instance needs it once on a device,
-    for all its instances.
+    Attributes:
+        converted: A copy of the weights in another dtype.
+        kv_floor: The part of `kv` that an instance needs for itself where KV caches borrow pages.
+        executor: Needed once on a device, by the process of all shared instances; no part of
+            `total`.
+        total: The bytes to reserve.
     """
 
     weights: int

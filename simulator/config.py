@@ -52,7 +52,7 @@ class LinkSpeeds(_Strict):
 
 
 class NodeGroup(_Strict):
-    """`count` identical nodes, called NAME-0, NAME-1 …"""
+    """Identical nodes, called NAME-0, NAME-1 …"""
 
     name: str = "node"
     count: int = Field(default=1, ge=1)
@@ -226,7 +226,7 @@ Service = Annotated[Fixed | Batching, Field(discriminator="kind")]
 
 
 class ModelGroup(_Strict):
-    """`copies` identical models, called NAME-0, NAME-1 …; the more popular ones first."""
+    """Identical models, called NAME-0, NAME-1 …; the more popular ones first."""
 
     name: str
     copies: int = Field(default=1, ge=1)

@@ -53,7 +53,12 @@ def _join_path(where: tuple[str | int, ...]) -> str:
 
 
 def _keys_at(schema: type[BaseModel], where: tuple[str | int, ...]) -> set[str]:
-    """Return the keys that the schema allows there; `where` may have the tag of a union."""
+    """Return the keys that the schema allows there.
+
+    Args:
+        schema: The schema of the file.
+        where: The path of a value, which may have the tag of a union.
+    """
     at = [schema]
     for part in where:
         if isinstance(part, int):

@@ -45,7 +45,14 @@ class Network:
         self._next: Timer | None = None
 
     def start(self, path: tuple[Link, ...], nbytes: float, done: Callable[[], None], background: bool = False) -> Flow:
-        """Move bytes; `done` is called when the last one has arrived."""
+        """Transfer bytes.
+
+        Args:
+            path: The links that they cross.
+            nbytes: Their number.
+            done: Called when the last one has arrived.
+            background: Leave the bandwidth to other flows where these need it.
+        """
         self._advance()
         flow = Flow(path, nbytes, done, background)
         self.flows[flow] = None

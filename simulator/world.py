@@ -21,9 +21,11 @@ HORIZON_S = 60.0
 
 
 class World:
-    """The state. `version` counts changes of devices.
+    """The state of a simulation.
 
-    A model without a place is not tried again before the version changes.
+    Attributes:
+        version: Counts changes of devices. A model without a place is not tried again before it
+            changes.
     """
 
     def __init__(self, cluster: ClusterFile, groups: Sequence[ModelGroup], profile: Profile, seed: int) -> None:

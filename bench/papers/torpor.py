@@ -136,7 +136,10 @@ def case(
     kinds: Sequence[c.Model] = c.MODELS,
     **more: float,
 ) -> Case:
-    """`profile` on a machine that swaps; `native` on one that does not."""
+    """Return the case of `profile`, on machines that swap models in.
+
+    The machines of the profiles native and infless-ka do not swap.
+    """
     native = profile.name in ("native", "infless-ka")
     cv = more.pop("cv", 1.0)
     keep = [more.pop("keep_s")] * count if "keep_s" in more else ()

@@ -62,7 +62,11 @@ class BodyStream:
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """A request. `stream` replaces `body`."""
+    """A request.
+
+    Attributes:
+        stream: The body if it is streamed; replaces `body`.
+    """
 
     method: str
     path: str
@@ -228,7 +232,12 @@ class Response(asyncio.Protocol):
 
 
 class Client:
-    """Sends requests to one server. `headers` are added to every request."""
+    """Sends requests to one server.
+
+    Args:
+        address: The server.
+        headers: Added to every request.
+    """
 
     def __init__(self, address: Address, headers: Mapping[str, str] | None = None) -> None:
         self.address = address

@@ -94,7 +94,13 @@ class Authorizer:
     """
 
     def __init__(self, settings: GatewaySettings, store: KeyStore, *, is_exposed: bool) -> None:
-        """Read the settings; `is_exposed` if other machines can reach the gateway."""
+        """Read the settings.
+
+        Args:
+            settings: The gateway's settings.
+            store: Keys that the admin API manages.
+            is_exposed: True if other machines can reach the gateway.
+        """
         self._admin = frozenset({hash_key(settings.admin_key.get_secret_value())} if settings.admin_key else ())
         listed = settings.api_keys.get_secret_value() if settings.api_keys else ""
         self._listed = frozenset(h.strip().lower() for h in listed.split(",") if h.strip())

@@ -99,7 +99,18 @@ class Loader:
         clock: Callable[[], float] = time.monotonic,
         pretouch: Callable[[], Pretouch] = Pretouch,
     ) -> None:
-        """Start without weights. `pretouch` returns the progress of touching the host's memory."""
+        """Start without weights.
+
+        Args:
+            node: The node's name.
+            boot_id: The identity of this process.
+            records: Weights of an earlier process, and those of this one for the next.
+            sources: Checkpoints by source.
+            workers: Creates the threads, which pass their events to the given function.
+            chunks: The pool's chunks.
+            clock: Monotonic seconds.
+            pretouch: Returns the progress of populating the host's memory.
+        """
         self._loop = Loop(boot_id, records, workers, chunks, clock)
         self._node, self._boot_id, self._sources = node, boot_id, sources
         self._shares, self._pretouch = False, pretouch

@@ -55,7 +55,12 @@ class KvLending:
     """The borrowers of all devices. Its methods run on the event loop."""
 
     def __init__(self, find_devices: Callable[[], Mapping[str, SeparateDevice]]) -> None:
-        """`find_devices` returns the devices with pages: GPUs are opened at their first use."""
+        """Start without borrowers.
+
+        Args:
+            find_devices: Returns the devices with pages. It is called each time, because GPUs are
+                opened at their first use.
+        """
         self._find_devices = find_devices
         self._borrowers: dict[str, _Borrower] = {}
 

@@ -61,7 +61,16 @@ def record(state: State, e: Entry) -> WeightsRecord:
 def status(
     state: State, pool: str, node: str, boot_id: str, shared: Shared, on_devices: Callable[[int], dict[str, int]]
 ) -> LoaderStatus:
-    """Make a status. `on_devices` returns the device bytes of a run, by device."""
+    """Build a status.
+
+    Args:
+        state: The loader's state.
+        pool: Name of the pool.
+        node: The node's name.
+        boot_id: The identity of this process.
+        shared: The part that this node shares with others: disk cache, peers.
+        on_devices: Returns the device bytes of a run, by device.
+    """
     entries, chunks = state.entries.values(), state.chunks
     cached = tuple(
         CachedModel(weights_id=e.weights_id, tier="dram", nbytes=e.total_bytes, source=e.source)

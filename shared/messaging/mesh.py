@@ -98,7 +98,11 @@ class Mesh:
         self._started = True
 
     async def start_unless(self, stop: asyncio.Event) -> bool:
-        """`start`, given up when `stop` is set; whether it is connected."""
+        """Start, but give up when `stop` is set.
+
+        Returns:
+            True if the mesh has started.
+        """
         starting = asyncio.create_task(self.start(), name="connect")
         stopped = asyncio.create_task(stop.wait(), name="stop")
         try:

@@ -14,7 +14,11 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class MeasuredPhase:
-    """A phase on the local monotonic clock, in seconds. `end` is None while it lasts."""
+    """A phase on the local monotonic clock, in seconds.
+
+    Attributes:
+        end: None while the phase lasts.
+    """
 
     phase: Phase
     start: float

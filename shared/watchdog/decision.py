@@ -24,7 +24,11 @@ _EXCUSED = frozenset("DtZX")
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds of silence that are allowed. `loop_s` of 0 turns the watchdog off."""
+    """Seconds of silence that are allowed.
+
+    Attributes:
+        loop_s: Of a running loop; 0 turns the watchdog off.
+    """
 
     loop_s: float = 10.0
     outside_loop_s: float = 60.0

@@ -21,9 +21,11 @@ from simulator.mesh.residency import Residency
 class MeshInstance:
     """An instance on a node.
 
-    `engine` serves; `state` is what the node reports; `then`: what follows after draining;
-    `snapshot`:
-    bytes in host memory.
+    Attributes:
+        engine: Serves its requests.
+        state: The state that the node reports.
+        then: What follows after draining; empty: nothing.
+        snapshot: Bytes in host memory.
     """
 
     command: StartInstance

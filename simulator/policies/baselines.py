@@ -75,9 +75,14 @@ def infless_keep(short_term: Sequence[float], long_term: Sequence[float], defaul
     """INFless-KA's keep-alive in seconds (Torpor §7.3).
 
     "A function keep-alive policy to set the lifespan of individual functions based on historical
-    traces"; Torpor gives no more detail. Here both arguments are idle times between requests; the
-    99th percentiles of a long and of a short history are weighted by `share`; `default` without a
-    history.
+    traces"; Torpor gives no more detail. Here it is a weighted mean of the 99th percentiles of a
+    short and of a long history.
+
+    Args:
+        short_term: Idle times between the latest requests, in seconds.
+        long_term: The same over a longer time.
+        default: Returned without a history.
+        share: Weight of the long history.
     """
     tails = [percentile(t, 99) for t in (long_term, short_term) if t]
     if not tails:

@@ -14,7 +14,12 @@ NAMES = {
 
 
 class Groups:
-    """Control groups as the kernel shows them; `own` is /proc/self/cgroup."""
+    """Control groups as the kernel shows them.
+
+    Attributes:
+        sys: /sys/fs/cgroup.
+        own: /proc/self/cgroup.
+    """
 
     def __init__(self, root: Path, version: int) -> None:
         self.sys, self.own, self._version = root / "cgroup", root / "own", version

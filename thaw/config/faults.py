@@ -28,7 +28,13 @@ def format_path(path: Sequence[str | int]) -> str:
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """`line` and `column` count from 1; 0 where the whole file is meant."""
+    """A fault of the configuration file.
+
+    Attributes:
+        line: Counted from 1; 0: the whole file.
+        column: Counted from 1; 0: the whole file.
+        path: The keys that lead to the faulty value.
+    """
 
     line: int
     column: int

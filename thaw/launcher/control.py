@@ -202,9 +202,15 @@ def _name_process(pid: int | None) -> str:
 
 
 def await_running(home: Home, supervisor: Identity, progress: Progress) -> MeshStatus:
-    """Wait until every service's process runs; `progress` is called with each status.
+    """Wait until every service's process runs.
 
-    Raises `CommandError` if one keeps crashing.
+    Args:
+        home: The state directory.
+        supervisor: The process that starts the services.
+        progress: Called with each status.
+
+    Raises:
+        CommandError: A service keeps crashing, or the supervisor has ended.
     """
     deadline = time.monotonic() + _START_BOUND_S
     while time.monotonic() < deadline:

@@ -20,7 +20,11 @@ _PAGE_BYTES = 2 * 1024 * 1024
 
 @dataclass(frozen=True)
 class NodeAudit:
-    """The answer of a node's loader; `error` if there is none."""
+    """The answer of a node's loader.
+
+    Attributes:
+        error: Why there is no answer.
+    """
 
     node: str
     devices: tuple[DeviceAudit, ...] = ()

@@ -41,7 +41,8 @@ _REST_BYTES = 8 * 1024 * 1024
 class CachingTier:
     """A cache in front of the remote tier `inner`.
 
-    Memory given to `read` is read until the event of `get_settled_event` is set, or `close`.
+    Memory given to `read` must not change until the event of `get_settled_event` is set, or
+    `close`: its bytes are still hashed and written to the cache.
     """
 
     def __init__(
@@ -110,7 +111,11 @@ class CachingTier:
     def keep(self, file: TierFile, offset: int, data: memoryview, *, is_local: bool) -> None:
         """Verify bytes that were read, and cache them unless they are from this host's disk.
 
-        `data` must hold the bytes until `close`.
+        Args:
+            file: The file that they are of.
+            offset: Their position in the file.
+            data: The bytes, which must not change until `close`.
+            is_local: True if they are from this host's disk.
         """
         if not is_local:
             self._write_behind(file, offset, data)

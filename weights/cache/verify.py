@@ -47,7 +47,13 @@ class Verifier:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="verify", initializer=lower_thread_priority)
 
     def put(self, file: TierFile, offset: int, data: memoryview) -> None:
-        """Hash a piece; `data` must hold its bytes until they are verified, or until `close`."""
+        """Hash a piece.
+
+        Args:
+            file: The file that it is a piece of.
+            offset: Its position in the file.
+            data: Its bytes, which must not change until they are verified, or until `close`.
+        """
         digest = self._digests[file.name]
         with self._changed:
             if self._closed or digest.hexdigest is not None or offset + len(data) <= digest.hashed_bytes:

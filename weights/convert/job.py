@@ -27,7 +27,10 @@ Progress = Callable[[str, int, int], None]
 class Converted:
     """The result of a conversion.
 
-    `bytes` is the size of the partitions; `tied` tensors share the bytes of others.
+    Attributes:
+        tied: Number of tensors that share the bytes of others.
+        bytes: Size of the partitions.
+        companions: Number of other files that were copied.
     """
 
     tensors: int

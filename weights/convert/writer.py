@@ -18,9 +18,11 @@ from weights.formats.segment import pages
 
 
 class PartitionWriter:
-    """`entries` grows with each tensor; `tied` counts those that were there already.
+    """Writer of one rank's partition. The caller closes it.
 
-    To be closed.
+    Attributes:
+        entries: The tensors that were added.
+        tied: Number of those whose bytes were there already.
     """
 
     def __init__(self, path: Path, rank: int) -> None:

@@ -16,7 +16,11 @@ from typing import Literal
 
 
 class Watermark:
-    """Ranges that arrive in any order, each once; `value` starts the first gap."""
+    """Ranges that arrive in any order, each once.
+
+    Attributes:
+        value: Start of the first gap.
+    """
 
     def __init__(self) -> None:
         self.value = 0

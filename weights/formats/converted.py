@@ -63,7 +63,11 @@ class _Strict(BaseModel):
 
 
 class Partition(_Strict):
-    """One rank's file; `tensors` counts its entries."""
+    """One rank's file.
+
+    Attributes:
+        tensors: Number of its entries.
+    """
 
     rank: Natural
     file: str = Field(min_length=1, max_length=255)
@@ -74,8 +78,12 @@ class Partition(_Strict):
 class Entry(_Strict):
     """One tensor of one rank.
 
-    `offset` and `size` in bytes; `stride` in elements; `dim` is the dimension along which tensor
-    parallelism divided it, null for a whole tensor; `sha256` of its bytes.
+    Attributes:
+        offset: In bytes from the start of the rank's file.
+        size: In bytes.
+        stride: In elements.
+        dim: The dimension along which tensor parallelism divided it; None: a whole tensor.
+        sha256: Of its bytes.
     """
 
     name: str = Field(min_length=1, max_length=MAX_NAME)

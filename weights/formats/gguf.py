@@ -34,7 +34,14 @@ _SCALARS: dict[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "
 
 @dataclass(frozen=True)
 class Gguf:
-    """`metadata` holds scalars, strings and short lists of integers; of others only the length."""
+    """The header of a GGUF file.
+
+    Attributes:
+        metadata: Scalars, strings and short lists of integers; of other lists only the length.
+        parameters: Number of parameters of all tensors.
+        tensor_types: ggml's type of each tensor.
+        size: Of the file, in bytes.
+    """
 
     metadata: dict[str, Any]
     parameters: int

@@ -67,7 +67,16 @@ def check_small_files(directory: Path, present: Collection[str], *, trust_remote
 def describe(
     source: str, revision: str, architecture: Architecture, checkpoint: Checkpoint, directory: Path, present: Collection[str]
 ) -> ModelInfo:
-    """`weights_bytes` is what the segment will take of shared memory, to the byte."""
+    """Describe a model.
+
+    Returns:
+        The description. Its `weights_bytes` is the shared memory that the segment will take, to the
+        byte.
+
+    Raises:
+        CheckpointInvalid: A file is damaged or missing.
+        InvalidModel: The engine cannot run it.
+    """
     if is_adapter(present):
         return describe_adapter(source, revision, checkpoint, directory)
     by_dtype: Counter[str] = Counter()

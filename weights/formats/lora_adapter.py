@@ -69,9 +69,14 @@ def check_adapter_config(directory: Path, present: Collection[str]) -> bytes:
 
 
 def describe_adapter(source: str, revision: str, checkpoint: Checkpoint, directory: Path) -> ModelInfo:
-    """`weights_bytes` is what the segment will take of shared memory.
+    """Describe a LoRA adapter.
 
-    Raises `CheckpointInvalid` or `InvalidModel`.
+    Returns:
+        The description. Its `weights_bytes` is the shared memory that the segment will take.
+
+    Raises:
+        CheckpointInvalid: A file is damaged or missing.
+        InvalidModel: The engine cannot run it.
     """
     path = directory / CONFIG
     raw = parse_json(read_small(path), str(path))

@@ -50,7 +50,11 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """A checked header. `raw` is its JSON as stored, for digests."""
+    """A checked header.
+
+    Attributes:
+        raw: Its JSON as stored, for digests.
+    """
 
     tensors: tuple[TensorEntry, ...]
     raw: bytes

@@ -47,7 +47,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """`head` is all that stands before the data: header and index, padded."""
+    """The contents of a segment and their places.
+
+    Attributes:
+        head: The bytes before the data: header and index, padded.
+        places: The data's places, by file.
+    """
 
     header: SegmentHeader
     head: bytes

@@ -21,7 +21,11 @@ _PIECE_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Verified:
-    """`bytes` were read and hashed, tied tensors once."""
+    """The result of a verification.
+
+    Attributes:
+        bytes: Read and hashed; those of tied tensors count once.
+    """
 
     ranks: int
     tensors: int

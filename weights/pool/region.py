@@ -29,9 +29,10 @@ class Space(Protocol):
 
 
 class Region:
-    """`nbytes` in `chunks` of the pool, in that order.
+    """The memory of one segment: `nbytes` in `chunks` of the pool, in that order.
 
-    Offsets are the segment's; a range given to a method lies within one chunk.
+    Offsets count from the start of the segment. A range given to a method lies within one chunk,
+    unless the method says otherwise.
     """
 
     def __init__(self, pool: PoolMemory, chunks: Sequence[int], nbytes: int) -> None:

@@ -29,9 +29,14 @@ class SourcePlace:
 
 
 class FailoverTier:
-    """`listed` says what there is; `read` tries `places` in order. A place that failed is left out.
+    """A model that several places have.
 
-    A place may have some of the files only. All are closed with the tier.
+    `read` tries the places in order, without those that failed. A place may have some of the files
+    only.
+
+    Args:
+        listed: Lists the files.
+        places: Where to read them. They are closed with the tier.
     """
 
     def __init__(self, listed: Tier, places: Sequence[SourcePlace]) -> None:

@@ -34,7 +34,12 @@ class Offer:
 
 
 class Peers:
-    """Statuses of all loaders but this one's. `clock` in monotonic seconds."""
+    """Statuses of all loaders but this one's.
+
+    Args:
+        node: This node.
+        clock: Monotonic seconds.
+    """
 
     def __init__(self, node: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._node, self._clock = node, clock

@@ -20,7 +20,11 @@ from weights.store.units import Unit, address_range
 
 
 class ArenaOwner(Protocol):
-    """The device of an arena; `changed` guards all fields of its arenas."""
+    """The device of an arena.
+
+    Attributes:
+        changed: Guards all fields of its arenas.
+    """
 
     @property
     def changed(self) -> threading.Condition: ...

@@ -75,7 +75,11 @@ class Borrower:
 
 
 class LendingDevice(Protocol):
-    """The device whose pages are lent. `changed` guards the store."""
+    """The device whose pages are lent.
+
+    Attributes:
+        changed: Guards the store.
+    """
 
     @property
     def changed(self) -> threading.Condition: ...

@@ -34,7 +34,11 @@ def redact_url(url: str) -> str:
 
 @dataclass
 class Answer:
-    """A response: its headers are read, its body is not. `url` is where redirects led."""
+    """A response: its headers are read, its body is not.
+
+    Attributes:
+        url: After redirects.
+    """
 
     url: str
     response: http.client.HTTPResponse

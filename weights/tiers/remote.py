@@ -23,7 +23,12 @@ FIRST_BYTES = 100_000
 
 
 class RemoteTier(ABC):
-    """`source` is safe to show; `link` names the host."""
+    """A remote store that lists its files and is read by ranges.
+
+    Attributes:
+        source: The place, without secrets.
+        link: Name of the link that it is read by: the host.
+    """
 
     def __init__(self, source: str, link: str, client: HttpClient, reader: RangeReader) -> None:
         self.source, self.link = source, link

@@ -24,7 +24,12 @@ numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Taken:
-    """A chunk that a link's thread reads now. `read` returns the bytes that the link has moved."""
+    """A chunk that a link's thread reads now.
+
+    Attributes:
+        length: Its bytes.
+        read: Returns the number of bytes that the link has moved.
+    """
 
     length: int
     read: Callable[[], int]

@@ -24,7 +24,11 @@ _WINDOWS = 9
 class Load:
     """One load's queue entry.
 
-    `chunks` and `nbytes` are still to be started; `under_way` bytes are being read.
+    Attributes:
+        load: Number of the load.
+        chunks: Number of chunks that are not started yet.
+        nbytes: Bytes of these chunks.
+        under_way: Bytes that are being read.
     """
 
     load: int

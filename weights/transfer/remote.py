@@ -60,7 +60,14 @@ class StripedTier(Protocol):
         ...
 
     def keep(self, file: TierFile, offset: int, data: memoryview, *, is_local: bool) -> None:
-        """Verify and cache bytes that were read; `data` must hold them until `close`."""
+        """Verify and cache bytes that were read.
+
+        Args:
+            file: The file that they are of.
+            offset: Their position in the file.
+            data: The bytes, which must not change until `close`.
+            is_local: True if they were read from this host's disk: they are not cached again.
+        """
         ...
 
 

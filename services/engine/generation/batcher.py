@@ -67,8 +67,11 @@ class Batcher(CommandQueue):
     """Runs steps over all sequences.
 
     `has_commands`, `next_step_at`, `flow_work` and `step` run on the computing thread; all other
-    public methods may be called from any thread. `on_command` is called after each command.
-    `meters` have the seconds of all steps.
+    public methods may be called from any thread.
+
+    Attributes:
+        on_command: Called after each command.
+        meters: Seconds of all steps.
     """
 
     def __init__(

@@ -25,8 +25,11 @@ from services.engine.generation.request import EmbedRequest, GenerationRequest
 class CommandQueue:
     """Commands of any thread, in their order.
 
-    `has_commands` and `next_command` are for the computing thread; any thread may call the other
-    methods. `on_command` is called after each command.
+    Only the computing thread calls `has_commands` and `next_command`; any thread may call the other
+    methods.
+
+    Attributes:
+        on_command: Called after each command, on the thread that sent it.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,11 @@ class Yielded:
 
 @dataclass(frozen=True)
 class Embedded:
-    """The vectors of a finished embedding request; `device_s` as in `Progressed`."""
+    """The vectors of a finished embedding request.
+
+    Attributes:
+        device_s: Seconds of the device that the request has used.
+    """
 
     request_id: str
     vectors: tuple[bytes, ...]

@@ -147,7 +147,13 @@ def _reserve(shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tens
 
 @dataclass(frozen=True)
 class Slice:
-    """`count` new tokens of one sequence. `kv` already has its first `start` tokens."""
+    """New tokens of one sequence.
+
+    Attributes:
+        kv: The sequence's cache, with its first `start` tokens.
+        start: Position of the first new token.
+        count: Number of new tokens.
+    """
 
     kv: SequenceKV
     start: int

@@ -29,7 +29,11 @@ top-p.
 
 @dataclass(frozen=True)
 class Sampled:
-    """A sampled token. `top` holds (token, log-probability) pairs, best first."""
+    """A sampled token.
+
+    Attributes:
+        top: (token, log-probability) pairs, best first.
+    """
 
     token: int
     logprob: float | None = None

@@ -49,15 +49,25 @@ STEP_WITHIN_S = 10.0
 
 
 class Storing(Protocol):
-    """Stores keys and values between two steps of an engine. Called from any thread.
+    """Stores keys and values between two steps of an engine. Called from any thread."""
 
-    - `layout`: how this engine stores them.
-    - `store`: `number` is that of the order, and `index` that of the sequence in the order. The
-      future raises `ThawError` if the sequence is not received any more.
-    """
+    def layout(self) -> Future[KvLayout]:
+        """Return how this engine stores keys and values."""
+        ...
 
-    def layout(self) -> Future[KvLayout]: ...
-    def store(self, number: int, index: int, piece: Piece, data: bytearray) -> Future[None]: ...
+    def store(self, number: int, index: int, piece: Piece, data: bytearray) -> Future[None]:
+        """Store a piece of one sequence.
+
+        Args:
+            number: The order's number.
+            index: The sequence's index in the order.
+            piece: The range of tokens and layers.
+            data: Its bytes.
+
+        Returns:
+            A future that raises `ThawError` if the sequence is not received any more.
+        """
+        ...
 
 
 class BatcherStore:

@@ -30,7 +30,13 @@ class DeviceSegment:
     """
 
     def __init__(self, base: torch.Tensor, index: SegmentIndex, dtypes: Mapping[str, torch.dtype]) -> None:
-        """`dtypes` maps safetensors' type names to torch's types."""
+        """Describe the segment.
+
+        Args:
+            base: The segment's bytes on the device.
+            index: The tensors' places in it.
+            dtypes: torch's types by safetensors' type names.
+        """
         self._base, self._index, self._dtypes = base, index, dtypes
         self._start = base.data_ptr()
 

@@ -73,7 +73,11 @@ class _Place:
 
 @dataclass(eq=False)
 class KvRange:
-    """Addresses of one sequence. `pages` are mapped from the first address on."""
+    """Addresses of one sequence.
+
+    Attributes:
+        pages: Mapped without gaps from the first address on.
+    """
 
     memory: GpuKvMemory
     units: MappedRange | None = None

@@ -54,10 +54,7 @@ class Capacity:
 
 
 class RequestReader:
-    """Reads requests for one model.
-
-    `defaults` are the explicit values of its generation_config.json.
-    """
+    """Reads requests for one model."""
 
     def __init__(
         self,
@@ -70,7 +67,18 @@ class RequestReader:
         can_embed: bool = True,
         tool_parser: str | None = None,
     ) -> None:
-        """Create a reader. `tool_parser` overrides the form of tool calls that is detected."""
+        """Create a reader.
+
+        Args:
+            tokenization: The model's tokenizer.
+            capacity: Limits of a request.
+            eos: Tokens that end a sequence.
+            defaults: The explicit values of the model's generation_config.json.
+            generates: False for a model that only embeds.
+            revision: Revision of the model, which a resume state must have too.
+            can_embed: False for a model in stages.
+            tool_parser: Family of tool calls; None: detect it.
+        """
         self._tokens = tokenization
         self._capacity = capacity
         self._eos = eos

@@ -30,7 +30,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Order:
-    """An order that this stage carries out. `ends` has the tokens of each layer."""
+    """An order that this stage carries out.
+
+    Attributes:
+        ends: Position after the last token received, by layer.
+    """
 
     asked: KvReceive
     state: SequenceKV

@@ -46,7 +46,15 @@ OnProgress = Callable[[Phase, float], None]
 
 
 class EngineContainer:
-    """A started container. `pid` is 0 if it has exited already."""
+    """A started container.
+
+    Args:
+        docker: The container runtime.
+        container: Its identifier.
+        pid: Its first process; 0 if it has exited already.
+        address: Where its engine listens.
+        log_path: File for its output.
+    """
 
     def __init__(self, docker: Docker, container: str, pid: int, address: Address, log_path: Path) -> None:
         self._docker = docker

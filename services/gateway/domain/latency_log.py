@@ -48,7 +48,11 @@ def _bin_of(units: float, last: int) -> int:
 
 @dataclass(slots=True)
 class _Minute:
-    """What `MinuteLatencies` has; `entries` counts its bins and phases, for the bound of memory."""
+    """The fields of `MinuteLatencies`, mutable.
+
+    Attributes:
+        entries: Number of its bins and phases, for the bound of memory.
+    """
 
     warm: Bins = field(default_factory=dict)
     cold: Bins = field(default_factory=dict)

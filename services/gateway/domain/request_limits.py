@@ -10,7 +10,11 @@ from shared.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Maximum counts in one request; `choices` counts those of all prompts."""
+    """Maximum counts in one request.
+
+    Attributes:
+        choices: Of all prompts together.
+    """
 
     prompts: int = 2048
     choices: int = 1024

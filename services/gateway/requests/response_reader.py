@@ -122,7 +122,13 @@ class ResponseReader:
             self._dispatcher.on_abort(self._ticket, error, time.monotonic())
 
     def on_refused(self, error: ThawError, now: float, *, cancel: bool = False) -> None:
-        """The instance does not serve the attempt; `cancel` has it stop the work."""
+        """Handle an instance that does not serve the attempt.
+
+        Args:
+            error: The instance's reason.
+            now: Monotonic seconds.
+            cancel: Cancel the attempt on the instance as well.
+        """
         if self._handoffs.ordered_to(self._ticket.instance_id) is not None:
             self._handoffs.abandon(error)
         if cancel:

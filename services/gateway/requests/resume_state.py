@@ -14,7 +14,11 @@ _NOT_STARTED = "the engine has not started it yet"
 
 @dataclass(slots=True)
 class ResumeChoice:
-    """Output of one choice. `chars` counts text; it may lag behind the tokens."""
+    """Output of one choice.
+
+    Attributes:
+        chars: Characters of the text, which may lag behind the tokens.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     chars: int = 0

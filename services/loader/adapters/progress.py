@@ -26,10 +26,14 @@ class _RunProgress:
 
 
 class Progress:
-    """Rate limiter of progress events. `emit` is called from the loading threads.
+    """Rate limiter of progress events.
 
     A thread of its own sends values that arrived within the interval, so that readers get the last
     bytes of a load that stalls.
+
+    Args:
+        emit: Called from the loading threads.
+        clock: Monotonic seconds.
     """
 
     def __init__(self, emit: Callable[[Event], None], clock: Callable[[], float] = time.monotonic) -> None:

@@ -56,7 +56,11 @@ class Threads:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The common context of all runs. `emit` passes events to the loop, from any thread."""
+    """The common context of all runs.
+
+    Attributes:
+        emit: Passes an event to the loop, from any thread.
+    """
 
     pool: PoolMemory
     sources: Sources

@@ -33,7 +33,7 @@ _SPEEDS_KEPT = 8
 
 
 class Runs:
-    """All load runs. `emit` is called from their threads and takes events to the loop."""
+    """All load runs."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Runs:
         """Start the threads.
 
         Args:
+            emit: Passes an event to the loop; called from the runs' threads.
             copies: Copies loaded bytes to devices; None on a node without GPUs.
             verify: Compare the hashes of a converted checkpoint before a load is complete.
             free_memory: Called in a run's thread before it measures free memory; it may block.

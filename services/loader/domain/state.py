@@ -64,7 +64,11 @@ class OnDevice(StrEnum):
 
 @dataclass(frozen=True)
 class Arena:
-    """An entry's memory on one device. `number` names it to the shell."""
+    """An entry's memory on one device.
+
+    Attributes:
+        number: Its identifier outside the domain.
+    """
 
     number: int
     stage: OnDevice = OnDevice.COMING
@@ -84,7 +88,11 @@ class Closing:
 
 @dataclass(frozen=True)
 class Waiter:
-    """An attach without an answer yet. `reply` names the request to the shell."""
+    """An attach without an answer yet.
+
+    Attributes:
+        reply: The request's identifier outside the domain.
+    """
 
     reply: int
     instance_id: str

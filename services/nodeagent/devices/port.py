@@ -11,8 +11,11 @@ from typing import Literal, Protocol
 class DeviceInfo:
     """Facts about a device.
 
-    `name` is the product name; `uuid` is empty if the hardware has none. `memory` of a cpu device
-    is the host's (unified), or pages of its own that weights are copied into (separate).
+    Attributes:
+        name: The product name.
+        uuid: Empty if the hardware has none.
+        memory: Whether weights are in the host's memory (unified, cpu devices only) or are copied
+            into pages of the device's own (separate).
     """
 
     device_id: str

@@ -34,7 +34,13 @@ def process_gone(transition: Transition, instance: Instance, error: ErrorBody | 
 
     After a stop request or a clean exit the instance proceeds to stopped. Otherwise it has failed,
     with the error that it reported itself if there is one. After a failed resume it is started
-    cold, once. `charges` are the last meters of the process.
+    cold, once.
+
+    Args:
+        transition: The decision.
+        instance: The instance of the process.
+        error: The failure that the process or the node reported.
+        charges: The last meters of the process.
     """
     if charges is not None:
         instance = transition.put(instance.model_copy(update={"load": charges.apply_to(instance.load)}))

@@ -21,8 +21,11 @@ PASSES = 4
 class Reservation:
     """A request for `nbytes` in total, evenly over `device_ids`.
 
-    `until` is its deadline in seconds. `passed` counts how often others overtook it. `weights` is
-    the part of it that is in a separate device's pages.
+    Attributes:
+        since: Start of its waiting time, in monotonic seconds.
+        until: Its deadline, in monotonic seconds.
+        passed: How often others overtook it.
+        weights: The part of it that is in a separate device's pages.
     """
 
     instance_id: str

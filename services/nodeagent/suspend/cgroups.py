@@ -30,7 +30,7 @@ _SWEPT_AFTER_S = 600.0
 
 
 class Freezer(Protocol):
-    """One cgroup hierarchy. `directory` is that of a group."""
+    """One cgroup hierarchy. Its methods take the directory of a group."""
 
     version: int
 
@@ -72,10 +72,14 @@ class FreezerV1:
 class Cgroups:
     """The control groups of a node's engines, below this process's group.
 
-    `scope` is NodeSettings.scope.
+    Calls block for milliseconds at most, except `freeze`, which takes seconds if a process is in
+    the kernel.
 
-    If `root` is None there are no groups, and `reason` explains why. Calls block for milliseconds
-    at most, except `freeze`, which takes seconds if a process is in the kernel.
+    Args:
+        scope: NodeSettings.scope.
+        root: Directory of this process's group; None: there are no groups.
+        freezer: The hierarchy that freezes processes.
+        reason: Why there are no groups.
     """
 
     def __init__(self, scope: str, root: Path | None, freezer: Freezer | None, reason: str = "") -> None:

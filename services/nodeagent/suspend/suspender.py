@@ -51,10 +51,7 @@ _SHARED = "it shares its process: it is detached, its weights stay with the load
 
 
 class Suspender:
-    """Suspends and resumes instances.
-
-    `ask` is `Mesh.request`. `choose` picks among `ways` by their measured cost.
-    """
+    """Suspends and resumes instances."""
 
     def __init__(
         self,
@@ -68,6 +65,11 @@ class Suspender:
         """Create a suspender.
 
         Args:
+            ways: Ways to suspend; `choose` picks one by its measured cost.
+            cgroups: The engines' control groups.
+            memory_usage: Reads the memory that engines use.
+            ask: `Mesh.request`.
+            wake_within_s: Seconds that a sleeping engine may take to wake, at least.
             separate: Devices with memory of their own. Their instances are stopped rather than
                 suspended: the weights would stay mapped, and a stopped one finds them again.
         """

@@ -37,7 +37,12 @@ _SERVER_SIDE = {
 
 @dataclass
 class Term:
-    """One term of leadership. `lost` is set when the lock's connection is closed."""
+    """One term of leadership.
+
+    Attributes:
+        epoch: Its fencing epoch, larger than every earlier one.
+        lost: Set when the lock's connection is closed.
+    """
 
     epoch: int
     lost: asyncio.Event = field(default_factory=asyncio.Event)

@@ -25,7 +25,11 @@ class LoadTraces:
     """
 
     def __init__(self, plan_ended: Callable[[PlanRecord], None] | None = None) -> None:
-        """Create it without spans; `plan_ended` is called with every plan that has ended."""
+        """Start without spans.
+
+        Args:
+            plan_ended: Called with every plan that has ended.
+        """
         self._plan_ended = plan_ended
         self._open: dict[str, tuple[Span, tuple[str, ...]]] = {}
         self._parents: dict[str, str] = {}

@@ -30,7 +30,12 @@ _RETRY_S = 0.25
 
 
 class Migrations:
-    """The watcher's copy of the bucket. `post` receives each change."""
+    """The watcher's copy of the bucket.
+
+    Args:
+        mesh: The connection to NATS.
+        post: Called with each change.
+    """
 
     def __init__(self, mesh: Mesh, post: Callable[[Event], None]) -> None:
         self._mesh = mesh

@@ -163,7 +163,12 @@ class PullRequested:
 
 @value(frozen=True, slots=True)
 class PullCancelRequested:
-    """Cancel the pulls of a model. `node` and `tier` None: on all nodes, and in both tiers."""
+    """Cancel the pulls of a model.
+
+    Attributes:
+        node: None: on all nodes.
+        tier: None: in both tiers.
+    """
 
     at: float
     waiter: str

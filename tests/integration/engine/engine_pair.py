@@ -84,7 +84,14 @@ class Move:
     async def prepare(
         self, read: TokensRead, offer: KvOffer | None, revision: str = "test", name: str | None = None
     ) -> ResumePrepared:
-        """Order it; `name` is that of other prepared sequences than the request's."""
+        """Order the destination to prepare the request's sequences.
+
+        Args:
+            read: The tokens so far.
+            offer: Where the destination reads the keys and values; None: it computes them.
+            revision: Revision of the model.
+            name: Name of the prepared sequences; None: the request's.
+        """
         known = tuple((*p, *c.token_ids) for p, c in zip(read.prompt_token_ids, read.choices, strict=True))
         order = PrepareResume(prepared=name or self.stream.request_id, revision=revision, sequences=known, kv=offer)
         return await self._engines.mesh.request(self._pair.controls[1], order, ResumePrepared)

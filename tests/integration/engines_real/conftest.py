@@ -38,7 +38,7 @@ MAKE_GGUF = Path(__file__).with_name("make_gguf.py")
 
 @dataclass(frozen=True)
 class RealEngine:
-    """A spawned host; `instance` of `node`."""
+    """A spawned host of one instance."""
 
     engine: str
     node: str
@@ -58,7 +58,7 @@ _RUNS = {
     "own_server": ("llama-server",),
     "parked": ("vllm", "llamacpp"),
 }
-"""Engines that a test with the fixture runs; `real` is a parameter."""
+"""Engines that tests run, by fixture; those of `real` are its parameter."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,7 +43,8 @@ def _trust(settings: GatewaySettings) -> ssl.SSLContext | bool:
 class Served:
     """A running gateway.
 
-    `stop` shuts it down as SIGTERM does; `ended` gives its exit status.
+    Attributes:
+        stop: Shuts it down as SIGTERM does.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:

@@ -14,7 +14,11 @@ from shared.messaging import Mesh
 
 
 class Source:
-    """The source of transfers: `callbacks` are those that wait for its readers."""
+    """A source of transfers.
+
+    Attributes:
+        callbacks: To be called when its readers have ended.
+    """
 
     def __init__(self, *, is_read: bool) -> None:
         self._is_read = is_read

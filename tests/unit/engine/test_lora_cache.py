@@ -21,7 +21,13 @@ from tests.unit.engine.lora_cards import card
 
 
 class FakeSource:
-    """A source that loads at once unless `hold`; `events` records operations in order."""
+    """A source of LoRA adapters.
+
+    Attributes:
+        events: Operations in order.
+        hold: Delays loads until it is set; None: they end at once.
+        hold_drop: Delays drops in the same way.
+    """
 
     def __init__(self) -> None:
         self.events: list[str] = []

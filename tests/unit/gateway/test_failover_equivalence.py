@@ -37,12 +37,16 @@ KINDS = st.sampled_from(["plain", "full", "whole"])
 class World(RecordedEffects):
     """One request and its engine.
 
-    Each cut gives the number of messages before a fault, the fault, and whether the next instance
-    refuses. `unstored` gives the number of an attempt's last messages that the next attempt shall
-    generate again, although the client has them.
-
     Its clock is the real clock plus the time that was skipped: the request reads the real clock,
     and would else be ahead of the world after a pause of the process.
+
+    Args:
+        script: The messages of an undisturbed response.
+        sink: Receives the response.
+        cuts: For each fault the number of messages before it, the fault, and whether the next
+            instance refuses.
+        unstored: For each attempt the number of its last messages that the next attempt shall
+            generate again, although the client has them.
     """
 
     def __init__(
@@ -65,7 +69,11 @@ class World(RecordedEffects):
         return time.monotonic() + self.skipped_s
 
     def hear(self, first: InstanceState) -> None:
-        """Report two instances; `first` is the state of the one that has the request."""
+        """Report two instances.
+
+        Args:
+            first: State of the instance that has the request; the other one is ready.
+        """
         here = self.request.handoffs.instance_id if hasattr(self, "request") else ""
         states = {name: first if name == here else InstanceState.READY for name in ("i", "j")}
         made = [instance(name, "alpha", state, capacity=8) for name, state in states.items()]

@@ -70,7 +70,11 @@ class FakeRecords:
 
 @dataclass
 class EmptyEngines:
-    """Engines without requests; `asked` is called before each reply."""
+    """Engines without requests.
+
+    Attributes:
+        asked: Called before each reply.
+    """
 
     asked: Callable[[Ask], None]
 

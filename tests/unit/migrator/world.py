@@ -45,7 +45,11 @@ PROMPT = 100
 
 @dataclass
 class Request:
-    """A request; `at` is the engine that serves it, or None if it has ended."""
+    """A request.
+
+    Attributes:
+        at: The engine that serves it; None: it has ended.
+    """
 
     name: str
     at: str | None

@@ -27,8 +27,11 @@ ENDED = (InstanceState.STOPPED, InstanceState.FAILED)
 class NodeMachine(RuleBasedStateMachine):
     """A node under random events.
 
-    The real state is separate from the node's view of it: `alive` are processes, `held` are weights
-    at the loader.
+    The real state is separate from the node's view of it.
+
+    Attributes:
+        alive: Processes by instance.
+        held: Instances whose weights are attached at the loader.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ E = TypeVar("E", bound=Effect)
 class World:
     """The scheduler's world at time `now`; `send` decides one event.
 
-    Commands reach the agents at once unless `deaf`.
+    Commands reach the agents at once, unless `undelivered` is a list.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -152,7 +152,13 @@ class World:
                 self.send(MigrationUpdated(self.now, move.record))
 
     def node(self, name: str = "n1", budget: int = 1000 * MIB, devices: tuple[str, ...] = ("cpu:0",)) -> Agent:
-        """Add a node; `budget` is that of each device."""
+        """Add a node.
+
+        Args:
+            name: Its name.
+            budget: Bytes of each device.
+            devices: Its devices.
+        """
         self.agents[name] = Agent(name, budget, devices=devices)
         self.report(name)
         return self.agents[name]
@@ -177,7 +183,13 @@ class World:
         self.send(Tick(self.now, connected_since))
 
     def model(self, name: str, weights: int = 100 * MIB, **options: Any) -> None:
-        """Register a model; `shape` is that of its files."""
+        """Register a model.
+
+        Args:
+            name: Its name.
+            weights: Bytes of its weights.
+            options: Fields of its specification, and `shape`: that of its files.
+        """
         shape = options.pop("shape", "")
         spec = ModelSpec(name=name, **{"source": f"/m/{name}"} | options)
         info = model_info(spec.source, weights).model_copy(update={"shape": shape})

@@ -16,10 +16,12 @@ LEGAL = {
 
 
 class FakeDriver:
-    """A fake driver.
+    """A fake driver. A process has device bytes while it is not checkpointed.
 
-    `fails` holds calls that fail, as (call, pid). Device bytes exist while a process is not
-    checkpointed. `uuids` are the GPUs that a restore may be mapped to.
+    Attributes:
+        held: Device bytes by process.
+        fails: Calls that fail, as (call, pid).
+        uuids: GPUs that a restore may be mapped to.
     """
 
     def __init__(self, held: dict[int, int]) -> None:

@@ -26,7 +26,11 @@ NO_GROUPS = Cgroups("n", None, None, "none here")
 
 
 class Numbers(MemoryUsage):
-    """Fake readings; `there` is the MiB that engines hold now."""
+    """Fake readings.
+
+    Attributes:
+        there: MiB that engines use now.
+    """
 
     def __init__(self, there: int) -> None:
         super().__init__({})

@@ -23,7 +23,11 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", RESPON
 
 
 class BatchError(Frozen):
-    """A fault of an input file; `line` counts from 1."""
+    """A fault of an input file.
+
+    Attributes:
+        line: Counted from 1; None: the whole file.
+    """
 
     code: str
     message: str

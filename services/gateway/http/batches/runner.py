@@ -32,7 +32,12 @@ class BatchRunner:
     """Acquire the lease while there is work, and run the active batches."""
 
     def __init__(self, gateway: Gateway, api: ASGIApp) -> None:
-        """Create a runner; `api` is the gateway's HTTP application."""
+        """Create a runner.
+
+        Args:
+            gateway: The gateway, with its store of batches.
+            api: Its HTTP application, which serves each line.
+        """
         self._gateway = gateway
         self._api = api
         self._lease = RunnerLease(gateway.batches, gateway.id)

@@ -17,7 +17,12 @@ from shared.errors import MethodNotAllowed, NotFound
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:
-    """Describe a model; `root` is its source, and `parent` a LoRA adapter's base."""
+    """Describe a model as OpenAI's API does.
+
+    Returns:
+        The fields of OpenAI and those of Thaw. `root` is the model's source; `parent` is the base
+        model of a LoRA adapter.
+    """
     return {
         "id": card.name,
         "object": "model",

@@ -38,7 +38,13 @@ class RequestGuard:
     """Check the headers of a request before its body is read."""
 
     def __init__(self, settings: GatewaySettings, authorizer: Authorizer, *, is_loopback: bool) -> None:
-        """Create a guard; `is_loopback` if only this machine can reach the gateway."""
+        """Create a guard.
+
+        Args:
+            settings: The gateway's settings.
+            authorizer: Checks API keys.
+            is_loopback: True if only this machine can reach the gateway.
+        """
         self._settings = settings
         self._authorizer = authorizer
         self._is_loopback = is_loopback

@@ -147,7 +147,11 @@ class OllamaEmbeddings(_Ollama):
 
 
 class OllamaShow(BaseModel):
-    """POST /api/show; `name` is the older name of `model`."""
+    """POST /api/show.
+
+    Attributes:
+        name: Older name of `model`.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -156,7 +160,11 @@ class OllamaShow(BaseModel):
 
 
 class OllamaPull(BaseModel):
-    """POST /api/pull; `name` is the older name of `model`."""
+    """POST /api/pull.
+
+    Attributes:
+        name: Older name of `model`.
+    """
 
     model_config = ConfigDict(frozen=True)
 

@@ -63,7 +63,13 @@ _name = attrgetter("node", "device_ids", "stages")
 
 @value(frozen=True, slots=True)
 class Placement:
-    """A decision: `chosen` with its victims, or none with a `reason` to wait, or an `error`."""
+    """A decision: start the chosen candidate, or wait.
+
+    Attributes:
+        reason: Why it was chosen, or why the model waits.
+        chosen: The candidate to start; None: wait.
+        error: Refuses the waiting requests; None: they wait on.
+    """
 
     way: Way
     reason: str

@@ -53,7 +53,11 @@ class EvictionPlan:
 
 
 class _Way(NamedTuple):
-    """How a victim can leave; `device` is empty if it is unloaded."""
+    """A way to clear a victim from its device.
+
+    Attributes:
+        device: The device that it moves to; empty: it is unloaded.
+    """
 
     seconds: float
     device: str

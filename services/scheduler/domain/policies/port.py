@@ -169,7 +169,11 @@ NOTHING_TO_CLEAR = Clearance("none")
 
 @value(frozen=True, slots=True)
 class Option:
-    """One way to make the model ready on one device set; `cost` includes the clearing."""
+    """One way to make the model ready on one device set.
+
+    Attributes:
+        cost: Includes the clearing.
+    """
 
     devices: tuple[DeviceView, ...]
     way: Way

@@ -34,14 +34,16 @@ class Host:
 
 
 class DeviceBehaviour:
-    """`read` returns what an engine sees through the arena's handle.
+    """Tests of every device.
 
-    `RELEASED`: bytes that releasing an arena gives back.
+    Attributes:
+        RELEASED: Bytes that releasing an arena gives back.
     """
 
     RELEASED = SEGMENT
 
     def read(self, arena: Arena, nbytes: int) -> bytes:
+        """Return what an engine reads through the arena's handle."""
         raise NotImplementedError
 
     @pytest.fixture

@@ -43,14 +43,22 @@ class FakeEvent:
 class FakeDriver:
     """A fake driver.
 
-    `gate` blocks all copies while it is clear. `copies` are (offset from the device memory's start,
-    bytes, urgent) as issued; `peer_copies` are (from, to, bytes, is direct) between devices.
-    `fail_copy` and `fail_event` make the next call of that kind fail; the
-    driver reports both at the call and later.
+    Attributes:
+        gate: Blocks all copies while it is clear.
+        copies: (offset from the device memory's start, bytes, urgent), as issued.
+        peer_copies: (from, to, bytes, is direct) between devices.
+        fail_copy: Makes the next copy fail. The driver reports failures at the call and later.
+        fail_event: Makes the next event fail, in the same way.
     """
 
     def __init__(self, devices: int = 1, virtual_memory: FakeVirtualMemory | None = None, *, total_bytes: int = TOTAL) -> None:
-        """`virtual_memory`: mapped memory of the devices, which copies reach too."""
+        """Create the devices.
+
+        Args:
+            devices: Their number.
+            virtual_memory: Mapped memory of the devices, which copies reach too.
+            total_bytes: Memory of each device.
+        """
         self.devices, self.total_bytes = devices, total_bytes
         self._virtual_memory = virtual_memory
         self.gate = threading.Event()

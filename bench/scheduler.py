@@ -76,13 +76,16 @@ def card(number: int) -> ModelCard:
 
 
 class Cluster:
-    """A cluster with idle instances.
-
-    `filled` of three places on each device have one; every model beyond those has none.
-    """
+    """A cluster with idle instances."""
 
     def __init__(self, devices: int, filled: int, cold: int | None = None) -> None:
-        """`cold`: how many models have no instance; by default as many as have one."""
+        """Create the cluster.
+
+        Args:
+            devices: Number of devices, each with room for three instances.
+            filled: Number of instances on each device.
+            cold: Number of models without an instance; None: as many as have one, and at least 8.
+        """
         self.state = ClusterState(epoch=1, recovered_at=NOW - 100)
         running = devices * filled
         residents = max(1, min(devices, 1000) // 2)

@@ -35,7 +35,14 @@ def run_service(
 ) -> int:
     """Run `app(settings, stop)` until it returns its exit status.
 
-    `stop` is set by SIGTERM and SIGINT; a second one ends the process.
+    Args:
+        name: Name of the service, for logs and traces.
+        settings_type: Reads the settings from the environment.
+        app: The service. SIGTERM and SIGINT set its `stop`; a second signal ends the process.
+        loop_factory: Creates the event loop; None: asyncio's.
+
+    Returns:
+        The exit status of the process: 2 for invalid settings.
     """
     try:
         settings = settings_type()

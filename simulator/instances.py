@@ -145,10 +145,7 @@ class Part:
 
 
 class Instance:
-    """One engine; with several parts a pipeline.
-
-    `_virtual` counts the tokens that each running request has got from it.
-    """
+    """One engine; with several parts a pipeline."""
 
     def __init__(
         self, key: str, model: SimModel, parts: list[Part], clock: Clock, runtime: Runtime, finished: Callable[[Run], None]

@@ -103,8 +103,9 @@ def audit_memory(path: Path | str, timeout: float) -> tuple[DeviceAudit, ...]:
 class Weights:
     """Weights that this process holds.
 
-    `buffer` is the whole segment as a private, writable mapping: no other process sees writes to
-    it.
+    Attributes:
+        buffer: The whole segment as a private, writable mapping: no other process sees writes to
+            it.
     """
 
     def __init__(self, connection: LoaderConnection, attached: SocketAttached) -> None:

@@ -444,7 +444,7 @@ class Campaign:
 
     def _read_cluster(self) -> None:
         self._cluster = self._bed.cluster()
-        self._meters.look(self._cluster)
+        self._meters.read(self._cluster)
 
     # The end.
 

@@ -28,7 +28,7 @@ class Meters:
     _models: dict[str, str] = field(default_factory=dict)
     _processes: dict[str, int] = field(default_factory=dict)
 
-    def look(self, cluster: Mapping[str, Any]) -> None:
+    def read(self, cluster: Mapping[str, Any]) -> None:
         """Read all meters in a view of the cluster. The meter of a suspended engine shows 0."""
         for instance in (i for node in cluster["nodes"] for i in node["instances"]):
             name = instance["instance_id"]

@@ -35,7 +35,9 @@ STOP_SHARE, PAIR_SHARE = 0.12, 0.1
 class Strike:
     """One process is killed (SIGKILL) or stopped (SIGSTOP).
 
-    `pick`, in [0, 1): which of the processes of its kind.
+    Attributes:
+        victim: Kind of the process.
+        pick: Chooses among the processes of this kind; in [0, 1).
     """
 
     victim: str

@@ -22,9 +22,11 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Usage:
-    """Requests with a complete response, and completion tokens, of a key and a model.
+    """The usage of one model by one key.
 
-    `tokens` are those of every attempt, failed ones included.
+    Attributes:
+        requests: With a complete response.
+        tokens: Completion tokens of every attempt, failed ones included.
     """
 
     requests: int = 0

@@ -83,9 +83,17 @@ def azure_like(
     seed: int,
     denser: float = DENSER,
 ) -> tuple[Request, ...]:
-    """rps·seconds requests.
+    """Return `rps`·`seconds` requests in bursts. The popular models are chosen at random.
 
-    `lengths` by model. Which model is popular is drawn by the seed.
+    Args:
+        models: Names of the models.
+        lengths: Lengths of prompts and outputs, by model.
+        rps: Requests in a second, of all models.
+        seconds: Length of the trace.
+        cv: Coefficient of variation of the time between requests.
+        zipf: Exponent of the models' popularity.
+        seed: Of all random choices.
+        denser: Ratio of the requests to choose from to those that are returned.
     """
     random = Random(f"{seed}/{rps}/{cv}")
     parts = shares(len(models), zipf)

@@ -62,25 +62,12 @@ class PortTaken(Exception):
 
 
 class Engine:
-    """One engine.
-
-    Attributes:
-        driver: Its driver; unset before the start.
-        client: HTTP client of its port; unset before the start.
-    """
+    """One engine. `driver` and `client` exist once it has been started."""
 
     def __init__(
         self, settings: HostSettings, start: EngineStart, timeline: Timeline, reporter: StatusReporter, spare: Spare | None = None
     ) -> None:
-        """Create an engine without starting it.
-
-        Args:
-            settings: The host's settings.
-            start: The instance.
-            timeline: Its phases.
-            reporter: Its reports.
-            spare: A spare interpreter, which becomes the engine if its command matches.
-        """
+        """Create an engine, not started. It uses the spare interpreter if the command matches."""
         self._settings = settings
         self._start = start
         self._timeline = timeline

@@ -177,7 +177,7 @@ async def _adopting(
     """Make a loader with the state of an earlier one."""
 
     def is_on_disk(weights_id: str) -> bool:
-        with sharing.sources.whole(weights_id) as found:
+        with sharing.sources.open_complete(weights_id) as found:
             return found is not None
 
     def workers(emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:

@@ -79,7 +79,7 @@ class Expectations:
         """Return the units of a model by the hashes in its index; none if it is not here."""
         if not is_remote(model.source):
             return indexed_units(DirectoryTier.open_source(model.source).directory, model.weights_id)
-        with self._sources.whole(model.weights_id) as found:
+        with self._sources.open_complete(model.weights_id) as found:
             return indexed_units(found[0], model.weights_id) if found is not None else ()
 
 

@@ -50,7 +50,11 @@ _UNITS_AT_ONCE = 64
 class LocalReaders:
     """Connections of one socket.
 
-    `prefix` makes holders' names unique across restarts of the loader.
+    Args:
+        loader: Attaches the weights.
+        shared_memory: Directory of the pool.
+        prefix: Makes holders' names unique across restarts of the loader.
+        lending: Lends pages for KV caches; None: connections cannot borrow.
     """
 
     def __init__(self, loader: Loader, shared_memory: Path, prefix: str, lending: KvLending | None = None) -> None:

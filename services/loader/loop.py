@@ -58,7 +58,12 @@ class Loop:
     ) -> None:
         """Start without weights.
 
-        `workers` makes the threaded workers, given their way to send events.
+        Args:
+            boot_id: The identity of this process.
+            records: Stores the state for the next process.
+            workers: Creates the threads, which pass their events to the given function.
+            chunks: The pool's chunks.
+            clock: Monotonic seconds.
         """
         self._loop = asyncio.get_running_loop()
         self._boot_id, self.records = boot_id, records

@@ -22,8 +22,10 @@ _SETTLED_S = 1.0
 class Loop:
     """Runs the loop.
 
-    `perform` performs one effect at a time, in order, without blocking; slow effects post their
-    outcome as an event.
+    Args:
+        state: The node's state.
+        perform: Performs one effect without blocking. It is called in order; slow effects post
+            their outcome as an event.
     """
 
     def __init__(self, state: NodeState, perform: Callable[[Effect], None]) -> None:

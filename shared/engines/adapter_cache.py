@@ -39,7 +39,12 @@ class AdapterSource(Protocol[T]):
     async def load(self, card: ModelCard, number: int) -> T:
         """Load an adapter.
 
-        `number` is unique within this engine. Raises `ThawError`, after releasing everything.
+        Args:
+            card: The adapter.
+            number: Unique within this engine.
+
+        Raises:
+            ThawError: It cannot be loaded; no memory is left in use.
         """
 
     async def drop(self, adapter: T, number: int) -> None:

@@ -24,7 +24,10 @@ log = logging.getLogger(__name__)
 class Stream(Protocol):
     """An accepted request and its response stream.
 
-    `seq` is the number of the next message, without gaps.
+    Attributes:
+        request_id: The request.
+        reply: Subject for the responses.
+        seq: Number of the next message, without gaps.
     """
 
     request_id: str
@@ -38,7 +41,8 @@ S = TypeVar("S", bound=Stream)
 class RequestServer(ABC, Generic[S]):
     """Accepts requests and sends responses. Runs on the event loop.
 
-    `changed` is called when the first request starts and when the last one ends.
+    Attributes:
+        changed: Called when the first request starts and when the last one ends.
     """
 
     def __init__(self, mesh: Mesh) -> None:

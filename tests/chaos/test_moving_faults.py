@@ -33,9 +33,9 @@ GREEDY = body("one", max_tokens=TOKENS, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def mesh(pace: Pace) -> Iterator[Roomy]:
-    """Start three nodes, each with an instance of `one`, and register `two`.
+    """Start three nodes, each with an instance of `one`, and register the model `two`.
 
-    `two` is the same model with other weights.
+    Both have the same architecture and different weights.
     """
     thaw = Roomy(**pace.environment)
     try:

@@ -107,7 +107,8 @@ class Hosts(Engines):
         self.spawn(start, "services.enginehost")
         return start
 
-    async def whole(self, instance_id: str, endpoint: Any, **body: Any) -> HostedAnswer:
+    async def request(self, instance_id: str, endpoint: Any, **body: Any) -> HostedAnswer:
+        """Send a request and return its complete response."""
         stream = await self.ask(instance_id, endpoint, **body)
         await stream.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         return HostedAnswer(stream)
@@ -117,8 +118,8 @@ class Hosts(Engines):
             subjects.engine_control(instance_id), CancelInfer(request_id=request_id).model_dump_json().encode()
         )
 
-    async def other(self, instance_id: str, route: str, method: str, query: str = "", **body: Any) -> HostedAnswer:
-        """Send a request to a route that only the engine serves."""
+    async def request_route(self, instance_id: str, route: str, method: str, query: str = "", **body: Any) -> HostedAnswer:
+        """Send a request to a route that only the engine serves; return the complete response."""
         stream = await self.ask(instance_id, "other", route=route, method=method, query=query, **body)
         await stream.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
         return HostedAnswer(stream)

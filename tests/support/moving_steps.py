@@ -71,7 +71,11 @@ class Staged:
     def at(self, step: Step, source: str, node: str, destination: int) -> Iterator[Order]:
         """Migrate all requests of `source` to `node`, stopped at a step within the block.
 
-        `destination` is the engine process on that node.
+        Args:
+            step: The step.
+            source: The instance with the requests.
+            node: The node that they migrate to.
+            destination: The engine process on that node.
         """
         with contextlib.ExitStack() as still:
             migrator = still.enter_context(stopped(self.mesh.pid("migrator")))

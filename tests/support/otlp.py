@@ -14,9 +14,12 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class OtlpReceiver:
-    """A receiver whose `grpc_url` and `http_url` accept exports.
+    """A receiver of spans.
 
-    `spans` holds received spans; `wait_for(name)` waits for a span of that name.
+    Attributes:
+        grpc_url: Accepts exports over gRPC.
+        http_url: Accepts exports over HTTP.
+        spans: Received spans.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:

@@ -108,8 +108,10 @@ class Choice:
 class Teller:
     """Generates messages.
 
-    `at` is called before each token of an attempt, with the number generated; the attempt waits for
-    the event that it returns.
+    Attributes:
+        at: Called before each token of an attempt, with the number generated. The attempt waits for
+            the event that it returns.
+        resumed: Number of tokens of each resume state.
     """
 
     script: Script

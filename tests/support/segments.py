@@ -135,7 +135,9 @@ def card_of(directory: Path, *, name: str = "demo", task: str = "generate", **sp
 class FakeLoader:
     """Answers `AttachWeights` for one node from segments it writes.
 
-    `hold` holds data back until `release_data`.
+    Args:
+        hold: Hold data back until `release_data`.
+        error: Refuse every attach with this error.
     """
 
     def __init__(self, mesh: Mesh, node: str, *, hold: bool = False, error: ThawError | None = None) -> None:

@@ -73,9 +73,12 @@ def common_environment(home: Home, plan: MeshPlan) -> dict[str, str]:
 
 
 def programs_of(home: Home, plan: MeshPlan, postgres: Postgres | None) -> tuple[Program, ...]:
-    """Everything to run, servers first.
+    """Return the programs of a mesh, servers first.
 
-    `postgres` is None where the database is external.
+    Args:
+        home: The state directory.
+        plan: The mesh.
+        postgres: The database server; None: it is external.
     """
     marks = {MARK: "1", "THAW_HOME": str(home.root)}
     common = common_environment(home, plan)

@@ -25,7 +25,7 @@ from shared.errors import ThawError
 from weights.cache.journal import FileHead
 from weights.cache.locks import FileLock
 from weights.cache.partial import PartialModel
-from weights.cache.store import EntryRecord, Hold, SsdCache
+from weights.cache.store import EntryHandle, EntryRecord, SsdCache
 from weights.cache.verify import Verifier
 from weights.cache.write_behind import WriteBehind
 from weights.tiers.directory import DirectoryTier
@@ -74,7 +74,7 @@ class CachingTier:
         self._state = threading.Lock()
         self._partial: PartialModel | None = None
         self._fill: FileLock | None = None
-        self._whole: tuple[DirectoryTier, Hold] | None = None
+        self._whole: tuple[DirectoryTier, EntryHandle] | None = None
         self._bad: list[TierFile] = []
         self._stop, self._settled = threading.Event(), threading.Event()
         self._behind = WriteBehind()
@@ -197,7 +197,7 @@ class CachingTier:
                 self._partial.close()
             for partial in self._old:
                 partial.close()
-            self._release_hold()
+            self._release_fill_lock()
             if self._whole is not None:
                 self._whole[1].release()
             self.inner.close()
@@ -218,7 +218,7 @@ class CachingTier:
                     extra={"source": self.source, "bytes": total, "budget": self._cache.budget, "directory": str(self._cache.root)},
                 )
                 self._following = False
-                self._release_hold()
+                self._release_fill_lock()
                 return
             self._partial = self._open_partial(writes=True)
         except OSError as e:
@@ -272,11 +272,11 @@ class CachingTier:
 
     def _ended_well(self) -> bool:
         """Return True if the model is in the cache by now."""
-        hold = self._cache.hold(self.revision, pinned=self._pinned or None)
-        if hold is None:
+        entry = self._cache.acquire(self.revision, pinned=self._pinned or None)
+        if entry is None:
             return False
-        self._whole = DirectoryTier(hold.directory), hold
-        self._release_hold()
+        self._whole = DirectoryTier(entry.directory), entry
+        self._release_fill_lock()
         return True
 
     def _open_partial(self, *, writes: bool) -> PartialModel:
@@ -295,9 +295,9 @@ class CachingTier:
         self._following = False
         if self._partial is not None and self._fill is not None:
             self._partial.remove()
-        self._release_hold()
+        self._release_fill_lock()
 
-    def _release_hold(self) -> None:
+    def _release_fill_lock(self) -> None:
         if self._fill is not None:
             self._fill.release()
             self._fill = None
@@ -385,5 +385,5 @@ class CachingTier:
         if self._pinned:
             self._cache.pin(self.revision, True)
         with self._state:
-            self._release_hold()
+            self._release_fill_lock()
         log.info("kept a model in the SSD cache", extra={"source": self.source, "bytes": sum(f.size for f in self._files)})

@@ -65,8 +65,8 @@ class CacheStatus:
     disk_free_bytes: int
 
 
-class Hold:
-    """Keeps an entry from being removed until `release`."""
+class EntryHandle:
+    """A reference to a cache entry, which is not evicted before `release`."""
 
     def __init__(self, directory: Path, record: EntryRecord, lock: FileLock) -> None:
         self.directory, self.record, self._lock = directory, record, lock
@@ -95,15 +95,20 @@ class SsdCache:
     def lookup(self, revision: str) -> Path | None:
         """Return the directory of the complete model.
 
-        It may be evicted at any time: `hold` it to read it.
+        It may be evicted at any time: `acquire` it to read it.
         """
         directory = self._entries / check_revision(revision)
         return directory if size_of(directory / ENTRY) >= 0 else None
 
-    def hold(self, revision: str, *, pinned: bool | None = None) -> Hold | None:
-        """Hold the complete model and mark it used; None without it.
+    def acquire(self, revision: str, *, pinned: bool | None = None) -> EntryHandle | None:
+        """Protect the complete model from eviction, and mark it used.
 
-        `pinned` (not None) also sets whether it may be evicted.
+        Args:
+            revision: The model.
+            pinned: Pin it, or unpin it; None: leave its pin as it is.
+
+        Returns:
+            A handle, which the caller releases; None on a cache miss.
         """
         try:
             lock = FileLock.take(self._locks / f"{check_revision(revision)}.use", shared=True)
@@ -121,7 +126,7 @@ class SsdCache:
             os.utime(directory / ENTRY)
         if pinned is not None:
             self.pin(revision, pinned)
-        return Hold(directory, record, lock)
+        return EntryHandle(directory, record, lock)
 
     def find(self, source: str) -> str | None:
         """Return the last used revision from `source`, or from any commit of it."""
@@ -172,7 +177,7 @@ class SsdCache:
     def get_partial_path(self, revision: str) -> Path:
         return self._partial / check_revision(revision)
 
-    def can_hold(self, revision: str, nbytes: int) -> bool:
+    def can_fit(self, revision: str, nbytes: int) -> bool:
         """True if `nbytes` of this revision would fit after evictions; nothing is evicted.
 
         Entries in use count as evictable.

@@ -1,15 +1,15 @@
-"""An entry of the SSD cache as a tier: a directory that is held while it is open."""
+"""An entry of the SSD cache as a tier: it is not evicted while the tier is open."""
 
 from __future__ import annotations
 
-from weights.cache.store import Hold
+from weights.cache.store import EntryHandle
 from weights.tiers.directory import DirectoryTier
 
 
-class HeldTier(DirectoryTier):
-    def __init__(self, hold: Hold) -> None:
-        super().__init__(hold.directory, source=hold.record.source, revision=hold.record.revision)
-        self._hold = hold
+class CachedTier(DirectoryTier):
+    def __init__(self, entry: EntryHandle) -> None:
+        super().__init__(entry.directory, source=entry.record.source, revision=entry.record.revision)
+        self._entry = entry
 
     def close(self) -> None:
-        self._hold.release()
+        self._entry.release()

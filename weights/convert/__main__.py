@@ -96,7 +96,13 @@ def _run(options: argparse.Namespace, progress: _Printer) -> dict[str, Any]:
 def _cost(started: float, count: int) -> dict[str, Any]:
     """Measure the cost of the conversion.
 
-    `peak_bytes` counts pages of mapped source files too, which the kernel may reclaim at any time.
+    Args:
+        started: Its start, in monotonic seconds.
+        count: Bytes that it has read.
+
+    Returns:
+        Figures by name. `peak_bytes` counts pages of mapped source files too, which the kernel may
+        reclaim at any time.
     """
     usage, seconds = resource.getrusage(resource.RUSAGE_SELF), time.monotonic() - started
     return {

@@ -15,8 +15,10 @@ from weights.devices.virtual_memory import Allocation
 class CudaVirtualMemory:
     """`VirtualMemory` through cuda-bindings. Thread-safe, as CUDA's driver is.
 
-    `driver` is its module `cuda.bindings.driver`. Devices have the same numbers in CUDA's driver
-    and in its runtime.
+    Devices have the same numbers in CUDA's driver and in its runtime.
+
+    Args:
+        driver: The module `cuda.bindings.driver`.
     """
 
     def __init__(self, driver: Any) -> None:

@@ -21,7 +21,7 @@ from shared.errors import CheckpointInvalid, ThawError, Unavailable
 from shared.private import require_private
 from weights.cache.caching import CachingTier
 from weights.cache.store import EntryRecord, SsdCache
-from weights.cache.tier import HeldTier
+from weights.cache.tier import CachedTier
 from weights.formats.checkpoint import Checkpoint, directory_revision
 from weights.formats.inspect import check_small_files, describe
 from weights.formats.root import check_inside
@@ -84,13 +84,14 @@ class Sources:
             return self._check_listed(open_source(source))
         except Unavailable:
             revision = self.cache.find(source)
-            hold = self.cache.hold(revision) if revision is not None else None
-            if hold is None:
+            entry = self.cache.acquire(revision) if revision is not None else None
+            if entry is None:
                 raise
             log.warning(
-                "the source cannot be reached; the SSD cache has it", extra={"source": redact_url(source), "as": hold.record.source}
+                "the source cannot be reached; the SSD cache has it",
+                extra={"source": redact_url(source), "as": entry.record.source},
             )
-            return HeldTier(hold)
+            return CachedTier(entry)
 
     def _check_listed(self, tier: Tier, revision: str | None = None) -> Tier:
         """`tier` if what it is of can be listed, and is of `revision`; closed otherwise."""
@@ -175,9 +176,9 @@ class Sources:
             tier = DirectoryTier.open_source(source)
             self.own.record_loaded(revision, tier.directory)
             return tier
-        hold = self.cache.hold(revision, pinned=pinned)
-        if hold is not None:
-            return HeldTier(hold)
+        entry = self.cache.acquire(revision, pinned=pinned)
+        if entry is not None:
+            return CachedTier(entry)
         far = self._open_far(source, revision)
         if far.directory is not None:
             return far
@@ -265,18 +266,22 @@ class Sources:
 
     def _remember(self, tier: Tier) -> None:
         """A directory's model can be served to peers by its revision."""
-        if tier.directory is not None and not isinstance(tier, HeldTier):
+        if tier.directory is not None and not isinstance(tier, CachedTier):
             self.own.remember(tier.revision, tier.directory)
 
     @contextmanager
-    def whole(self, revision: str) -> Iterator[tuple[Path, EntryRecord] | None]:
-        """A model that is whole on this host, for a peer."""
-        hold = self.cache.hold(revision)
-        if hold is not None:
+    def open_complete(self, revision: str) -> Iterator[tuple[Path, EntryRecord] | None]:
+        """Protect a model that is complete on this host from eviction within the block.
+
+        Yields:
+            Its directory and files; None: this host does not have it.
+        """
+        entry = self.cache.acquire(revision)
+        if entry is not None:
             try:
-                yield hold.directory, hold.record
+                yield entry.directory, entry.record
             finally:
-                hold.release()
+                entry.release()
             return
         yield self.own.find(revision)
 

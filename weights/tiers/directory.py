@@ -25,7 +25,10 @@ _PIECE_BYTES = 4 * 1024 * 1024
 class DirectoryTier:
     """A model in a directory on this host.
 
-    `source` and `revision` may differ from the directory's own, for a copy of a remote model.
+    Args:
+        directory: The directory.
+        source: The remote source that the directory is a copy of; None: the directory itself.
+        revision: The source's revision; None: that of the directory's files.
     """
 
     def __init__(self, directory: Path, *, source: str | None = None, revision: str | None = None) -> None:

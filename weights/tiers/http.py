@@ -41,7 +41,9 @@ def is_http(source: str) -> bool:
 class HttpTier(RemoteTier):
     """A model on an HTTP server.
 
-    `source` may have user, password and query (a signature); they are never shown.
+    Args:
+        source: URL of its directory. User, password and query (a signature) are never shown.
+        backoff: Waiting times between attempts.
     """
 
     def __init__(self, source: str, backoff: Backoff | None = None) -> None:

@@ -20,9 +20,10 @@ class Cancelled(Exception):
 class TierFile:
     """One file of a model.
 
-    `version` changes when the content does (an ETag; size and times).
-
-    `sha256`, `md5`: in hexadecimal, if the source lists them.
+    Attributes:
+        version: Changes when the content does (an ETag; size and times).
+        sha256: In hexadecimal, if the source lists it.
+        md5: In hexadecimal, if the source lists it.
     """
 
     name: str

@@ -24,7 +24,12 @@ They are smaller, so that all reading threads end together.
 class Piece:
     """A range of a weight file and its target in the segment.
 
-    `length` bytes of the `file`-th weight file from `offset` on go to byte `target` of the segment.
+    Attributes:
+        index: Number of the piece in the load.
+        file: Number of the weight file.
+        offset: First byte in the file.
+        length: Number of bytes.
+        target: First byte in the segment.
     """
 
     index: int

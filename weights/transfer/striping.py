@@ -66,10 +66,7 @@ class StripeReader(Protocol):
 
 
 class StripedTransfer:
-    """A load that several sources have.
-
-    `publish` is called once with each piece, from the links' threads.
-    """
+    """A load that several sources have."""
 
     def __init__(
         self,
@@ -83,6 +80,18 @@ class StripedTransfer:
         model: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Plan the load.
+
+        Args:
+            sources: The sources.
+            pieces: The pieces to read.
+            reader: Reads and keeps pieces.
+            publish: Called once with each piece, from the links' threads.
+            background: Loads of requests go first.
+            cancelled: Set to cancel the load.
+            model: Name of the model, for reports; empty: not known.
+            clock: Monotonic seconds.
+        """
         self._plan = plans.make_plan(sources, pieces, clock())
         self._reader, self._publish, self._clock = reader, publish, clock
         self._cancelled = cancelled or threading.Event()

@@ -26,7 +26,9 @@ _LONGEST = 24
 class Detokenizer:
     """Turns one token after another into text.
 
-    `decode` turns token ids into text, with U+FFFD for bytes that form no character.
+    Args:
+        decode: Turns token ids into text, with U+FFFD for bytes that form no character.
+        prompt: The tokens before the output.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:

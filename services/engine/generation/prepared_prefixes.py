@@ -21,9 +21,12 @@ from shared.errors import Conflict, InsufficientMemory, NotFound, ThawError
 
 @dataclass(frozen=True)
 class Computed:
-    """Tokens that an order has computed, and those still `left`.
+    """The progress of an order, in tokens.
 
-    `received` tokens were not computed: their keys and values came from another engine.
+    Attributes:
+        tokens: Computed so far.
+        left: Still to be computed.
+        received: Not computed, because their keys and values came from another engine.
     """
 
     tokens: int

@@ -20,8 +20,9 @@ NO_SHARE = FairShare()
 class ResumeState:
     """Tokens of a choice that another engine has generated.
 
-    `unsent` is the text of `tokens` that the client has not received, with the finish reason if the
-    tokens complete the choice.
+    Attributes:
+        unsent: Text of `tokens` that the client has not received, with the finish reason if the
+            tokens complete the choice.
     """
 
     tokens: tuple[int, ...]

@@ -72,9 +72,14 @@ def match_parts(own: KvLayout, offer: KvOffer, *, is_stage: bool = False) -> tup
 
 @dataclass
 class Expected:
-    """The place of the next piece: tokens from `start`, layers from `layer`.
+    """The place of the next piece.
 
-    `until` is the end of a block of which some layers have arrived, or of the range.
+    Attributes:
+        start: Its first token.
+        until: End of the range of tokens.
+        layer: Its first layer.
+        block_end: End of a block of tokens of which only some layers have arrived; None: there is
+            none.
     """
 
     layout: KvLayout

@@ -332,8 +332,12 @@ class Serving(RequestServer[_Stream]):
     def _send_data(self, stream: _Stream, data: bytes, first: bool, deltas: Sequence[ChoiceDelta] = ()) -> None:
         """Send bytes in messages of limited size.
 
-        `deltas` travel with the last message, because an engine that resumes from them needs all
-        their bytes.
+        Args:
+            stream: The response.
+            data: The bytes.
+            first: True if these are the first bytes of the response.
+            deltas: Sent with the last message, because an engine that resumes from them needs all
+                their bytes.
         """
         starts = range(0, len(data), DATA_BYTES) or (0,)
         for start in starts:

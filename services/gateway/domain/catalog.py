@@ -14,7 +14,8 @@ def unknown_model(name: str) -> ModelNotFound:
 class Catalog:
     """Model cards by name; a name takes precedence over an alias.
 
-    `complete` is true once the copy has been read.
+    Attributes:
+        complete: True once all cards have been read.
     """
 
     def __init__(self) -> None:

@@ -113,7 +113,8 @@ def _status(request: ActiveRequest) -> int:
 class RequestLog:
     """Record finished requests. Of unpublished traces it keeps the latest thousand.
 
-    `dropped` counts the traces that were not published.
+    Attributes:
+        dropped: Number of traces that were not published.
     """
 
     def __init__(self, mesh: Mesh, metrics: Metrics) -> None:

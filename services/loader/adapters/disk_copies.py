@@ -24,10 +24,10 @@ class DiskCopies:
         """By weights id: calls that wait for one download, which the last one cancels."""
 
     async def check_room(self, card: ModelCard) -> None:
-        """Raise `StoreFull` if the cache could not hold the model even after evictions."""
+        """Raise `StoreFull` if the cache has no room for the model even after evictions."""
         if not is_remote(card.info.source) or await asyncio.to_thread(self._is_here, card):
             return
-        if not await asyncio.to_thread(self._sources.cache.can_hold, card.info.revision, card.info.weights_bytes):
+        if not await asyncio.to_thread(self._sources.cache.can_fit, card.info.revision, card.info.weights_bytes):
             raise self._full(card)
 
     async def write(self, card: ModelCard) -> None:
@@ -87,7 +87,7 @@ class DiskCopies:
         return self._runs.count_disk_bytes(weights_id)
 
     def _is_here(self, card: ModelCard) -> bool:
-        with self._sources.whole(card.info.revision) as found:
+        with self._sources.open_complete(card.info.revision) as found:
             return found is not None
 
     def _full(self, card: ModelCard) -> StoreFull:

@@ -39,7 +39,7 @@ class ModelFiles:
                 return directory
             finally:
                 tier.close()
-        with self._sources.whole(info.revision) as found:
+        with self._sources.open_complete(info.revision) as found:
             if found is None:
                 raise Unavailable(f"The copy of {card.name} was evicted from the disk cache. Try again")
             return found[0]

@@ -47,7 +47,10 @@ class Sharing:
         if settings.peer_host:
             try:
                 self._server = PeerServer(
-                    settings.peer_host, settings.peer_port, self.sources.whole, lambda revision: self._find_resident(revision)
+                    settings.peer_host,
+                    settings.peer_port,
+                    self.sources.open_complete,
+                    lambda revision: self._find_resident(revision),
                 )
             except OSError as e:
                 log.error(

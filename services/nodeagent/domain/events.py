@@ -126,8 +126,8 @@ class Measured:
 class EngineForked:
     """An engine's process was started.
 
-    `process_start` is in clock ticks since boot; together with the pid it identifies a process
-    uniquely.
+    Attributes:
+        process_start: In clock ticks since boot; identifies a process together with the pid.
     """
 
     instance_id: str
@@ -160,11 +160,14 @@ class EngineReported:
 class EngineExited:
     """An engine's process has exited, or its executor has detached it.
 
-    `error` explains the exit if it was not requested. `culprit`: the instance for which an executor
-    was computing when it exited. `is_stuck`: the agent ended the executor because a step of the
-    culprit did not end. `is_fault`: the process itself caused the exit, whatever the exit status
-    says (`Executors.is_fault`). `charges`: its last meters; None: they are not known.
-    `is_detached`: the process is an executor, and runs on.
+    Attributes:
+        error: Explains the exit if it was not requested.
+        culprit: Instance for which an executor was computing when it exited; empty: none.
+        is_stuck: The agent killed the executor because a step of the culprit did not end.
+        is_fault: The process itself caused the exit, whatever the exit status says
+            (`Executors.is_fault`).
+        charges: Its last meters; None: they are not known.
+        is_detached: The process is an executor, and still runs.
     """
 
     instance_id: str

@@ -88,7 +88,9 @@ class CheckpointDriver(Protocol):
 class CudaBindings:
     """`CheckpointDriver` through cuda-bindings.
 
-    `driver` is its module `cuda.bindings.driver`.
+    Args:
+        driver: The module `cuda.bindings.driver`.
+        nvml: The module `pynvml`.
     """
 
     def __init__(self, driver: Any, nvml: Any) -> None:

@@ -84,7 +84,15 @@ class Decision:
 def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Decision:
     """Decide what follows from `event`.
 
-    `state` stays unchanged: the caller applies the changes.
+    Args:
+        state: The cluster's state, which the function does not change: the caller applies the
+            changes.
+        event: The event.
+        now: Seconds on the loop's clock.
+        policy: The scheduler's settings.
+
+    Returns:
+        The changes and effects.
     """
     tx = Transaction(state, now, policy)
     match event:

@@ -134,7 +134,8 @@ class LoadStarted:
 class LoadEnded:
     """The plan's outcome is known: its span ends and its trace is published.
 
-    `requested_at` is the origin of the measured spans.
+    Attributes:
+        requested_at: Origin of the measured spans, in seconds.
     """
 
     plan: PlanRecord

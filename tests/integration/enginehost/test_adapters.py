@@ -84,7 +84,7 @@ async def ready(node: Node, **engine_args: Any) -> str:
 
 
 async def ask(node: Node, instance: str, adapter: ModelCard | None) -> HostedAnswer:
-    return await node.hosts.whole(instance, "completion", adapter=adapter, prompt="x", max_tokens=1, fake={"adapter": True})
+    return await node.hosts.request(instance, "completion", adapter=adapter, prompt="x", max_tokens=1, fake={"adapter": True})
 
 
 async def weights_used(node: Node, instance: str, adapter: ModelCard | None) -> str:
@@ -101,7 +101,7 @@ def digest(text: str) -> str:
 
 
 async def engine_calls(node: Node, instance: str, path: str) -> list[Any]:
-    stats = (await node.hosts.other(instance, "/stats", "GET")).json
+    stats = (await node.hosts.request_route(instance, "/stats", "GET")).json
     return [body for _, called, body in stats["calls"] if called == path]
 
 
@@ -204,7 +204,7 @@ async def test_response_of_an_adapter_is_resumed_with_it(node: Node) -> None:
         "fake": {"says": "one two three"},
         "adapter": sql,
     }
-    undisturbed = await node.hosts.whole(instance, "completion", **body)
+    undisturbed = await node.hosts.request(instance, "completion", **body)
     await resumes_from_any_message(node.hosts, instance, "completion", undisturbed, body)
     names = {call["model"] for call in await engine_calls(node, instance, "/v1/completions")}
     assert names == {"demo", "sql"}, "the base's requests are those of its start"

@@ -40,11 +40,11 @@ async def change(hosts: Hosts, start: EngineStart, card: ModelCard) -> EngineSta
 
 
 async def stats(hosts: Hosts, start: EngineStart) -> Any:
-    return (await hosts.other(start.instance_id, "/stats", "GET")).json
+    return (await hosts.request_route(start.instance_id, "/stats", "GET")).json
 
 
 async def text(hosts: Hosts, start: EngineStart) -> str:
-    found = (await hosts.whole(start.instance_id, "completion", prompt="x", max_tokens=1, fake={"named": True})).json
+    found = (await hosts.request(start.instance_id, "completion", prompt="x", max_tokens=1, fake={"named": True})).json
     answer: str = found["choices"][0]["text"]
     return answer
 

@@ -29,7 +29,7 @@ class Driven:
         self.control = subjects.engine_control(instance)
 
     async def stats(self) -> Any:
-        return (await self.hosts.other(self.instance, "/stats", "GET")).json
+        return (await self.hosts.request_route(self.instance, "/stats", "GET")).json
 
     async def calls(self) -> list[str]:
         return [path for _, path, _ in (await self.stats())["calls"]]
@@ -45,13 +45,13 @@ async def drive(hosts: Hosts, tmp_path: Path, engine: str, *, device: str = "cpu
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_engine_starts_responds_and_streams_under_the_models_name(hosts: Hosts, tmp_path: Path, engine: str) -> None:
     driven = await drive(hosts, tmp_path, engine)
-    whole = await hosts.whole(driven.instance, "chat", messages=[], max_tokens=3)
+    whole = await hosts.request(driven.instance, "chat", messages=[], max_tokens=3)
     assert whole.json["choices"][0]["message"]["content"] == "t0 t1 t2 "
-    streamed = await hosts.whole(driven.instance, "completion", prompt="x", max_tokens=6, stream=True)
+    streamed = await hosts.request(driven.instance, "completion", prompt="x", max_tokens=6, stream=True)
     assert streamed.text() == "t0 t1 t2 t3 t4 t5 "
     assert streamed.usage is not None
     assert streamed.usage.completion_tokens == 6
-    embedded = await hosts.whole(driven.instance, "embedding", input="x")
+    embedded = await hosts.request(driven.instance, "embedding", input="x")
     assert embedded.json["data"][0]["embedding"] == [0.5, 0.25]
 
 
@@ -66,13 +66,13 @@ async def test_engine_sleeps_and_wakes_by_its_own_endpoints(hosts: Hosts, tmp_pa
         if level not in expected:
             with pytest.raises(UnsupportedParameter):
                 await hosts.mesh.request(driven.control, SleepEngine(level=level), EngineAsleep)
-            assert (await hosts.whole(driven.instance, "chat", messages=[])).status == 200
+            assert (await hosts.request(driven.instance, "chat", messages=[])).status == 200
             continue
         await hosts.mesh.request(driven.control, SleepEngine(level=level), EngineAsleep)
-        assert (await hosts.whole(driven.instance, "chat", messages=[])).error is not None
+        assert (await hosts.request(driven.instance, "chat", messages=[])).error is not None
         probed = await hosts.mesh.request(driven.control, WakeEngine(), EngineProbed)
         assert probed.same
-        assert (await hosts.whole(driven.instance, "chat", messages=[])).status == 200
+        assert (await hosts.request(driven.instance, "chat", messages=[])).status == 200
     env = (await driven.stats())["env"]
     assert env.get("VLLM_SERVER_DEV_MODE") == ("1" if engine == "vllm" else None)
     assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
@@ -220,4 +220,4 @@ async def test_gguf_file_is_imported_into_ollama_by_digest(hosts: Hosts, tmp_pat
     driven = Driven(hosts, start.instance_id)
     calls = await driven.calls()
     assert [c.split("/")[2] for c in calls[:5]] == ["show", "blobs", "blobs", "create", "generate"]
-    assert (await hosts.whole(driven.instance, "chat", messages=[])).json["model"].startswith("thaw-")
+    assert (await hosts.request(driven.instance, "chat", messages=[])).json["model"].startswith("thaw-")

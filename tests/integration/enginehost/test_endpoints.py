@@ -37,7 +37,7 @@ async def ready(hosts: Hosts, card: Any, **more: Any) -> tuple[str, Path]:
 
 
 async def answers_its_host_only(hosts: Hosts, instance: str, run: Path) -> None:
-    assert (await hosts.whole(instance, "chat", messages=[], max_tokens=2)).status == 200
+    assert (await hosts.request(instance, "chat", messages=[], max_tokens=2)).status == 200
     assert listening_sockets(hosts.marked(instance)) == {}, "no port of the machine's"
     (directory,) = run.iterdir()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -81,7 +81,7 @@ async def test_engine_on_a_socket_is_reachable_only_by_its_host(hosts: Hosts) ->
 async def test_engine_in_a_private_network_is_reachable_only_by_its_host(hosts: Hosts) -> None:
     instance, run = await ready(hosts, hosted_card("engine://m", command=FAKE, memory=MIB, network="private"))
     await answers_its_host_only(hosts, instance, run)
-    streamed = await hosts.whole(instance, "completion", prompt="x", max_tokens=200, stream=True)
+    streamed = await hosts.request(instance, "completion", prompt="x", max_tokens=200, stream=True)
     assert len(streamed.text().split()) == 200, "the relay loses nothing"
 
 
@@ -94,7 +94,7 @@ async def test_client_disconnect_ends_a_relayed_request(hosts: Hosts) -> None:
     await hosts.mesh.nc.publish(subjects.engine_control(instance), cancel.model_dump_json().encode())
 
     async def cancelled() -> int:
-        return int((await hosts.other(instance, "/stats", "GET")).json["cancelled"])
+        return int((await hosts.request_route(instance, "/stats", "GET")).json["cancelled"])
 
     assert await hosts.eventually(cancelled, lambda n: n == 1) == 1
 
@@ -107,7 +107,7 @@ async def test_engine_on_a_public_port_has_no_development_mode(hosts: Hosts, tmp
     """
     command = [fake_program(tmp_path, "vllm"), "--port", "{port}"]
     instance, run = await ready(hosts, hosted_card(tmp_path, "vllm", command=command), device="cuda:0")
-    env = (await hosts.other(instance, "/stats", "GET")).json["env"]
+    env = (await hosts.request_route(instance, "/stats", "GET")).json["env"]
     assert "VLLM_SERVER_DEV_MODE" not in env
     hosted = hosts.reports[instance][-1].hosted
     assert hosted is not None

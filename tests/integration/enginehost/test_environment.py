@@ -50,7 +50,7 @@ async def test_engine_receives_the_variables_that_its_model_names(hosts: Hosts) 
     start = hosts.host(fake_card(env={"HF_TOKEN": "${HF_TOKEN}", "GIVEN": "${THAW_ADMIN_KEY}", "AWS_REGION": "here"}))
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
-    env = (await hosts.other(start.instance_id, "/stats", "GET")).json["env"]
+    env = (await hosts.request_route(start.instance_id, "/stats", "GET")).json["env"]
     assert env["HF_TOKEN"] == "hf_secret"
     assert env["AWS_REGION"] == "here"
     assert env["GIVEN"] == "", "Thaw's own are never given away"

@@ -160,7 +160,7 @@ async def test_clean_exit_of_a_host_leaves_no_reaper(hosts: Hosts) -> None:
 async def test_idle_engine_that_stops_generating_fails(hosts: Hosts) -> None:
     start = hosts.host(fake_card(), THAW_PROBE_INTERVAL="0.2")
     assert (await hosts.settled(start.instance_id)).state == "ready"
-    assert (await hosts.whole(start.instance_id, "chat", messages=[], fake={"mute": True})).status == 500
+    assert (await hosts.request(start.instance_id, "chat", messages=[], fake={"mute": True})).status == 500
     failed = await hosts.reported(start.instance_id, lambda r: r.state == "failed")
     assert failed.error is not None
     assert "generated no token" in failed.error.message
@@ -239,7 +239,7 @@ async def test_sleeping_engine_is_not_probed_and_wakes_with_the_same_output(host
     probed = await hosts.mesh.request(control, WakeEngine(), EngineProbed)
     assert probed.same
     assert hosts.reports[start.instance_id][-1].state in ("asleep", "ready")
-    assert (await hosts.whole(start.instance_id, "chat", messages=[])).status == 200
+    assert (await hosts.request(start.instance_id, "chat", messages=[])).status == 200
 
 
 _STRANGER = """
@@ -280,7 +280,7 @@ async def test_credentials_of_the_mesh_are_not_the_engines(hosts: Hosts) -> None
     card = fake_card(env={"GIVEN": "${HOME_OF_TEST}!", "GIVEN_NOT": "${THAW_NATS_URL}"})
     start = hosts.host(card, HOME_OF_TEST="here")
     assert (await hosts.settled(start.instance_id)).state == "ready"
-    env = (await hosts.other(start.instance_id, "/stats", "GET")).json["env"]
+    env = (await hosts.request_route(start.instance_id, "/stats", "GET")).json["env"]
     assert env["GIVEN"] == "here!"
     assert env["GIVEN_NOT"] == ""
     assert sorted(k for k in env if k.startswith("THAW_")) == ["THAW_INSTANCE", "THAW_INSTANCE_HOST"]

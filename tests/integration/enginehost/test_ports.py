@@ -75,7 +75,7 @@ async def test_engine_with_a_taken_port_gets_another_one(hosts: Hosts, tmp_path:
     (tmp_path / f"{second}.go").touch()
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
-    assert (await hosts.whole(start.instance_id, "chat", messages=[], max_tokens=2)).status == 200
+    assert (await hosts.request(start.instance_id, "chat", messages=[], max_tokens=2)).status == 200
     assert len([s for s in report.phases if s.phase.value == "init"]) == 2, "both attempts are reported"
 
 
@@ -129,4 +129,4 @@ async def test_health_of_another_process_is_not_the_engines(hosts: Hosts, tmp_pa
     (tmp_path / f"{second}.go").touch()
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
-    assert (await hosts.whole(start.instance_id, "chat", messages=[], max_tokens=2)).status == 200
+    assert (await hosts.request(start.instance_id, "chat", messages=[], max_tokens=2)).status == 200

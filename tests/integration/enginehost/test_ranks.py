@@ -165,7 +165,7 @@ async def group(hosts: Hosts, tmp_path: Path, request: pytest.FixtureRequest) ->
 async def test_ranks_serve_as_one_engine_and_stop_with_the_first(group: Group) -> None:
     reports = [await group.reported(index, "ready", "failed") for index in range(2)]
     assert [r.state for r in reports] == ["ready", "ready"], [r.error for r in reports]
-    answer = await group.nodes[0].whole(group.instances[0], "chat", messages=[], max_tokens=2)
+    answer = await group.nodes[0].request(group.instances[0], "chat", messages=[], max_tokens=2)
     assert answer.json["choices"][0]["message"]["content"] == "t0 t1 "
     drain = DrainEngine(only_if_idle=False, reason="test")
     await group.nodes[0].mesh.request(subjects.engine_control(group.instances[0]), drain, Done)

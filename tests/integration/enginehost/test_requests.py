@@ -21,25 +21,25 @@ async def ready(hosts: Hosts, *options: str, **more: Any) -> str:
 
 
 async def seen(hosts: Hosts, instance: str) -> Any:
-    stream = await hosts.other(instance, "/stats", "GET")
+    stream = await hosts.request_route(instance, "/stats", "GET")
     return stream.json
 
 
 async def test_complete_and_streamed_responses_pass_unchanged(hosts: Hosts) -> None:
     instance = await ready(hosts)
-    whole = await hosts.whole(instance, "chat", messages=[], max_tokens=3)
+    whole = await hosts.request(instance, "chat", messages=[], max_tokens=3)
     assert whole.status == 200
     assert whole.json["choices"][0]["message"]["content"] == "t0 t1 t2 "
     assert whole.usage is not None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 3)
-    streamed = await hosts.whole(instance, "chat", messages=[], max_tokens=5, stream=True, stream_options={"include_usage": True})
+    streamed = await hosts.request(instance, "chat", messages=[], max_tokens=5, stream=True, stream_options={"include_usage": True})
     assert streamed.text() == "t0 t1 t2 t3 t4 "
     assert streamed.events()[-1]["usage"]["completion_tokens"] == 5
 
 
 async def test_usage_that_the_client_did_not_request_is_hidden(hosts: Hosts) -> None:
     instance = await ready(hosts)
-    answer = await hosts.whole(instance, "completion", prompt="x", max_tokens=4, stream=True)
+    answer = await hosts.request(instance, "completion", prompt="x", max_tokens=4, stream=True)
     assert all("usage" not in e for e in answer.events())
     assert answer.text() == "t0 t1 t2 t3 "
     assert answer.usage is not None
@@ -87,7 +87,7 @@ async def test_tools_json_mode_and_unknown_fields_reach_the_engine_unchanged(hos
     instance = await ready(hosts)
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
     asked = {"messages": [], "tools": [tool], "tool_choice": "required", "response_format": {"type": "json_object"}, "odd": [1]}
-    answer = await hosts.whole(instance, "chat", **asked)
+    answer = await hosts.request(instance, "chat", **asked)
     assert answer.json["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
     _, path, body = (await seen(hosts, instance))["calls"][-1]
     assert path == "/v1/chat/completions"
@@ -98,7 +98,7 @@ async def test_tools_json_mode_and_unknown_fields_reach_the_engine_unchanged(hos
 async def test_engine_error_keeps_its_status_and_body(hosts: Hosts) -> None:
     instance = await ready(hosts)
     for status in (400, 422, 429, 503):
-        answer = await hosts.whole(instance, "chat", messages=[], stream=True, fake={"status": status})
+        answer = await hosts.request(instance, "chat", messages=[], stream=True, fake={"status": status})
         assert answer.status == status
         assert answer.json == {"error": {"message": "no", "type": "odd", "param": "fake", "code": "own_code"}}
         assert answer.error is None
@@ -106,7 +106,7 @@ async def test_engine_error_keeps_its_status_and_body(hosts: Hosts) -> None:
 
 async def test_a_declared_route_is_passed_with_method_and_body(hosts: Hosts) -> None:
     instance = await ready(hosts, routes=["/v1/rerank"])
-    answer = await hosts.other(instance, "/v1/rerank", "POST", query="a=b", documents=["x"])
+    answer = await hosts.request_route(instance, "/v1/rerank", "POST", query="a=b", documents=["x"])
     assert answer.json == {"echo": {"model": "demo", "documents": ["x"]}}
     assert (await seen(hosts, instance))["calls"][-1][1] == "/v1/rerank?a=b"
 
@@ -123,7 +123,9 @@ async def test_a_cancelled_request_stops_the_engine(hosts: Hosts) -> None:
 
 async def test_request_past_its_deadline_fails_and_stops_the_engine(hosts: Hosts) -> None:
     instance = await ready(hosts)
-    answer = await hosts.whole(instance, "chat", deadline_ms=3_000, messages=[], stream=True, fake={"tokens": 10_000, "pace": 0.01})
+    answer = await hosts.request(
+        instance, "chat", deadline_ms=3_000, messages=[], stream=True, fake={"tokens": 10_000, "pace": 0.01}
+    )
     assert answer.error is not None
     assert answer.error.code == "deadline_exceeded"
     await hosts.eventually(lambda: seen(hosts, instance), lambda s: s["cancelled"] == 1)
@@ -156,7 +158,7 @@ async def test_host_that_is_not_serving_refuses_immediately(hosts: Hosts, what: 
         await running.until(lambda r: any(isinstance(x, InferData) for x in r))
         await hosts.mesh.nc.publish(control, DrainEngine().model_dump_json().encode())
         await hosts.reported(instance, lambda r: r.state == "draining")
-    answer = await hosts.whole(instance, "chat", messages=[])
+    answer = await hosts.request(instance, "chat", messages=[])
     assert answer.error is not None
     assert answer.error.code == "instance_draining"
     if what == "draining":

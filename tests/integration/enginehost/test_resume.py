@@ -64,7 +64,7 @@ def asked(endpoint: str, **more: Any) -> dict[str, Any]:
 async def test_cut_anywhere_and_resumed(hosts: Hosts, tmp_path: Path, endpoint: Any, more: dict[str, Any]) -> None:
     instance = await ready(hosts, tmp_path)
     body = asked(endpoint, **more)
-    undisturbed = await hosts.whole(instance, endpoint, **body)
+    undisturbed = await hosts.request(instance, endpoint, **body)
     text, _ = text_and_events(undisturbed.body)
     assert text in SAYS or text.rstrip("\ufffd") in SAYS
     head = undisturbed.stream.replies[0]
@@ -120,7 +120,7 @@ async def test_prepare_fills_the_engines_prefix_cache(hosts: Hosts, tmp_path: Pa
     assert (await hosts.mesh.request(control, longer, ResumePrepared)).tokens == 2
     # A published report may be of the time while the second one is computed.
     load = (await hosts.mesh.request(control, PingEngine(), EngineReport)).load
-    calls = (await hosts.other(instance, "/stats", "GET")).json["calls"]
+    calls = (await hosts.request_route(instance, "/stats", "GET")).json["calls"]
     asked = [body for _, path, body in calls if path == "/v1/completions" and body.get("priority") == LAST_PRIORITY]
     assert [bytes(body["prompt"]) for body in asked] == [bytes(tokens), bytes((*tokens, 65, 66))], "after all others"
     assert [w.plan_id for w in load.background] == ["p-1"]
@@ -136,7 +136,7 @@ async def test_preparation_computes_only_missing_tokens_in_chunks(hosts: Hosts, 
     for length in (1200, 1300, 2000):
         order = PrepareResume(prepared="m", revision="r1", sequences=(tuple(range(65, 70)) * (length // 5),))
         await hosts.mesh.request(control, order, ResumePrepared)
-    calls = (await hosts.other(instance, "/stats", "GET")).json["calls"]
+    calls = (await hosts.request_route(instance, "/stats", "GET")).json["calls"]
     asked = [body for _, path, body in calls if path == "/v1/completions" and isinstance(body["prompt"], list)]
     assert [len(body["prompt"]) for body in asked] == [512, 1024, 1200, 1300, 1812, 2000]
     assert not any("priority" in body for body in asked), "its operator configured no priorities"
@@ -144,12 +144,12 @@ async def test_preparation_computes_only_missing_tokens_in_chunks(hosts: Hosts, 
 
 async def test_client_priority_is_refused_unless_vllm_is_configured_for_it(hosts: Hosts, tmp_path: Path) -> None:
     instance = await ready(hosts, tmp_path)
-    error = (await hosts.whole(instance, "chat", messages=HELLO, priority=-1)).error
+    error = (await hosts.request(instance, "chat", messages=HELLO, priority=-1)).error
     assert error is not None
     assert (error.code, error.param) == ("unsupported_parameter", "priority")
     assert "scheduling_policy" in error.message
     granted = await ready(hosts, tmp_path / "granted", engine_args={"scheduling_policy": "priority"})
-    assert (await hosts.whole(granted, "chat", messages=HELLO, priority=-1)).status == 200
+    assert (await hosts.request(granted, "chat", messages=HELLO, priority=-1)).status == 200
 
 
 async def test_the_priority_of_a_request_is_that_of_vllm(hosts: Hosts, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ async def test_the_priority_of_a_request_is_that_of_vllm(hosts: Hosts, tmp_path:
     for priority in (5, -5, 0):
         stream = await hosts.ask(instance, "chat", share=FairShare(flow="a", priority=priority), **asked("chat"))
         await stream.until(lambda r: bool(r) and isinstance(r[-1], InferEnd))
-    calls = (await hosts.other(instance, "/stats", "GET")).json["calls"]
+    calls = (await hosts.request_route(instance, "/stats", "GET")).json["calls"]
     assert [body.get("priority") for _, path, body in calls if path == "/v1/chat/completions"] == [-5, 5, None]
 
 
@@ -191,7 +191,7 @@ async def test_responses_that_cannot_be_resumed_report_the_reason(hosts: Hosts, 
     ):
         body = asked("chat", **more)
         del body["fake"]
-        answer = await hosts.whole(instance, "chat", **body, fake={"tokens": 3})
+        answer = await hosts.request(instance, "chat", **body, fake={"tokens": 3})
         head = answer.stream.replies[0]
         assert isinstance(head, InferResponse)
         assert head.fixed.startswith(why)

@@ -43,7 +43,7 @@ def asked(says: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("more", [{}, {"stop": ["STOP", "2, STO"]}, {"max_tokens": 17}])
 async def test_cut_anywhere_and_resumed(hosts: Hosts, instance: str, says: str, more: dict[str, Any]) -> None:
     body = asked(says, **more)
-    undisturbed = await hosts.whole(instance, "completion", **body)
+    undisturbed = await hosts.request(instance, "completion", **body)
     head = undisturbed.stream.replies[0]
     assert isinstance(head, InferResponse)
     assert (head.fixed, head.prompt_tokens) == ("", 6)
@@ -86,7 +86,7 @@ async def test_a_response_with_missing_tokens_is_not_moved(hosts: Hosts, instanc
 
 async def test_chats_of_llama_server_are_not_resumable(hosts: Hosts, instance: str) -> None:
     body = {"stream": True, "messages": [{"role": "user", "content": "Hello"}], "fake": {"tokens": 3}}
-    answer = await hosts.whole(instance, "chat", **body)
+    answer = await hosts.request(instance, "chat", **body)
     head = answer.stream.replies[0]
     assert isinstance(head, InferResponse)
     assert "not of chats" in head.fixed

@@ -59,7 +59,7 @@ class Asleep:
         return await self.hosts.mesh.request(self.control, WakeEngine(), EngineProbed)
 
     async def calls(self) -> list[str]:
-        stats = (await self.hosts.other(self.instance_id, "/stats", "GET")).json
+        stats = (await self.hosts.request_route(self.instance_id, "/stats", "GET")).json
         return [path for _, path, _ in stats["calls"] if path.startswith(("/sleep", "/wake", "/coll"))]
 
 
@@ -82,7 +82,7 @@ async def test_memory_is_freed_and_restored_and_the_output_is_the_same(hosts: Ho
     taken = await found.way.suspend(found.target)
     assert taken.freed_bytes > 0.9 * BALLAST_MIB * MIB
     assert GAUGE.used_bytes(found.target) < before - 0.9 * BALLAST_MIB * MIB, "read back"
-    assert (await hosts.whole(found.instance_id, "chat", messages=[])).error is not None, "it takes nothing meanwhile"
+    assert (await hosts.request(found.instance_id, "chat", messages=[])).error is not None, "it takes nothing meanwhile"
     assert (await found.wake()).same
     assert GAUGE.used_bytes(found.target) > 0.9 * before
     asked = {
@@ -100,7 +100,7 @@ async def test_engine_that_falls_asleep_after_the_deadline_is_woken(hosts: Hosts
     psutil.Process(found.target.pids[0]).resume()
     assert (await found.wake()).same
     assert await found.calls() == ["/sleep?level=1", "/wake_up"]
-    assert (await hosts.whole(found.instance_id, "chat", messages=[])).status == 200
+    assert (await hosts.request(found.instance_id, "chat", messages=[])).status == 200
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -109,7 +109,7 @@ async def test_sleep_that_freed_nothing_is_reported(hosts: Hosts, tmp_path: Path
     with pytest.raises(CannotSuspend, match=r"reports that it sleeps, but .* MiB are still in use"):
         await found.way.suspend(found.target)
     assert (await found.wake()).same, "it can be brought back"
-    assert (await hosts.whole(found.instance_id, "chat", messages=[])).status == 200
+    assert (await hosts.request(found.instance_id, "chat", messages=[])).status == 200
 
 
 async def test_weights_missing_after_the_wake_fail_the_probe(hosts: Hosts, tmp_path: Path) -> None:

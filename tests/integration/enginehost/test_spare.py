@@ -37,7 +37,7 @@ async def test_an_interpreter_in_waiting_becomes_the_engine(node: Node) -> None:
     collected = [text for pid_, text in lines if int(pid_) == waiting]
     assert collected == ["vllm.entrypoints.openai.api_server False", "__main__ True"], "no garbage collection while it imports"
     assert psutil.Process(waiting).ppid() == pid
-    answer = await node.hosts.whole(start.instance_id, "chat", messages=[], max_tokens=3)
+    answer = await node.hosts.request(start.instance_id, "chat", messages=[], max_tokens=3)
     assert answer.status == 200
     assert "environment 1" in Path(start.log_path).read_text(), "its words are the instance's, its environment the engine's"
     os.kill(pid, signal.SIGTERM)

@@ -43,7 +43,7 @@ async def generated(hosts: Hosts, instance: str, adapter: Path | None) -> list[i
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     if adapter is not None:
         asked["adapter"] = adapter_card(adapter, adapter.name)
-    answer = await hosts.whole(instance, "completion", return_token_ids=True, **asked)
+    answer = await hosts.request(instance, "completion", return_token_ids=True, **asked)
     assert answer.status == 200, answer.error or answer.body
     assert answer.json["model"] == ("demo" if adapter is None else adapter.name)
     found: list[int] = answer.json["choices"][0]["token_ids"]

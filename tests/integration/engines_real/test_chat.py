@@ -29,8 +29,8 @@ LONG = 900
 async def test_complete_and_streamed_responses_are_equal(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
     hosts = await listening(mesh, nats_server.url, real)
     asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 24, "temperature": 0}
-    whole = await hosts.whole(real.instance, "chat", **asked)
-    streamed = await hosts.whole(real.instance, "chat", **asked, stream=True)
+    whole = await hosts.request(real.instance, "chat", **asked)
+    streamed = await hosts.request(real.instance, "chat", **asked, stream=True)
     text = whole.json["choices"][0]["message"]["content"]
     assert whole.json["model"] == "demo"
     assert text
@@ -80,7 +80,7 @@ async def test_vllm_sleep_endpoints_behave_as_the_driver_expects(
 
 async def test_log_probabilities_and_text_completions(mesh: Mesh, nats_server: NatsServer, real: RealEngine) -> None:
     hosts = await listening(mesh, nats_server.url, real)
-    answer = await hosts.whole(real.instance, "completion", prompt="The", max_tokens=5, temperature=0, logprobs=2)
+    answer = await hosts.request(real.instance, "completion", prompt="The", max_tokens=5, temperature=0, logprobs=2)
     assert answer.status == 200, answer.body
     logprobs = answer.json["choices"][0]["logprobs"]
     assert len(logprobs["tokens"]) == 5
@@ -94,7 +94,7 @@ async def test_json_mode_reaches_the_engine(mesh: Mesh, nats_server: NatsServer,
     wanted: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     if real.engine == "llamacpp":
         wanted = {"type": "json_object", "schema": schema}
-    answer = await hosts.whole(
+    answer = await hosts.request(
         real.instance, "chat", messages=HELLO, max_tokens=200, temperature=0, response_format=wanted, stop=["}"]
     )
     assert answer.status == 200, answer.body
@@ -105,7 +105,7 @@ async def test_a_cancelled_request_stops_the_engine(mesh: Mesh, nats_server: Nat
     hosts = await listening(mesh, nats_server.url, real)
     (pid, *_) = sorted(_pids(hosts, real), key=_cpu, reverse=True)
     idle = _cpu(pid)
-    whole = await hosts.whole(real.instance, "chat", messages=HELLO, max_tokens=LONG, temperature=0, **ENDLESS)
+    whole = await hosts.request(real.instance, "chat", messages=HELLO, max_tokens=LONG, temperature=0, **ENDLESS)
     assert whole.usage is not None
     assert whole.usage.completion_tokens == LONG
     cost = _cpu(pid) - idle
@@ -117,7 +117,7 @@ async def test_a_cancelled_request_stops_the_engine(mesh: Mesh, nats_server: Nat
     at_cancel = _cpu(pid)
     # The next request is served after it: an engine that had continued would have computed all of
     # it by then.
-    short = await hosts.whole(real.instance, "chat", messages=HELLO, max_tokens=2, temperature=0)
+    short = await hosts.request(real.instance, "chat", messages=HELLO, max_tokens=2, temperature=0)
     assert short.status == 200
     if real.engine == "vllm":
         await hosts.eventually(lambda: _running(hosts, real), lambda n: n == 0)
@@ -148,13 +148,13 @@ async def _generated(hosts: Hosts, real: RealEngine) -> float:
 
 
 async def _metric(hosts: Hosts, real: RealEngine, name: str) -> float:
-    text = (await hosts.other(real.instance, "/metrics", "GET")).body.decode()
+    text = (await hosts.request_route(real.instance, "/metrics", "GET")).body.decode()
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
 async def test_vllm_refusal_keeps_its_status_and_message(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
     hosts = await listening(mesh, nats_server.url, vllm)
-    answer = await hosts.whole(vllm.instance, "chat", messages=HELLO, max_tokens=100_000, stream=True)
+    answer = await hosts.request(vllm.instance, "chat", messages=HELLO, max_tokens=100_000, stream=True)
     assert answer.status == 400
     assert answer.json["error"]["type"] == "BadRequestError"
     assert "max_tokens" in answer.json["error"]["message"]
@@ -163,15 +163,15 @@ async def test_vllm_refusal_keeps_its_status_and_message(mesh: Mesh, nats_server
 async def test_vllm_reports_token_ids_and_resumes_from_them(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
     hosts = await listening(mesh, nats_server.url, vllm)
     asked: dict[str, Any] = {"temperature": 0, "return_token_ids": True}
-    whole = (await hosts.whole(vllm.instance, "completion", prompt="The ice", max_tokens=12, **asked)).json["choices"][0]
+    whole = (await hosts.request(vllm.instance, "completion", prompt="The ice", max_tokens=12, **asked)).json["choices"][0]
     begun = [*whole["prompt_token_ids"], *whole["token_ids"][:5]]
-    rest = (await hosts.whole(vllm.instance, "completion", prompt=begun, max_tokens=7, **asked)).json["choices"][0]
+    rest = (await hosts.request(vllm.instance, "completion", prompt=begun, max_tokens=7, **asked)).json["choices"][0]
     assert rest["token_ids"] == whole["token_ids"][5:]
 
 
 async def test_other_routes_of_vllm(mesh: Mesh, nats_server: NatsServer, vllm: RealEngine) -> None:
     hosts = await listening(mesh, nats_server.url, vllm)
-    answer = await hosts.other(vllm.instance, "/v1/messages", "POST", max_tokens=4, messages=HELLO)
+    answer = await hosts.request_route(vllm.instance, "/v1/messages", "POST", max_tokens=4, messages=HELLO)
     assert answer.status == 200, answer.body
     assert answer.json["type"] == "message"
     assert answer.usage is not None

@@ -65,7 +65,7 @@ class FromLoader:
 
     async def tokens(self) -> list[int]:
         asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-        answer = await self.hosts.whole(self.instance, "completion", return_token_ids=True, **asked)
+        answer = await self.hosts.request(self.instance, "completion", return_token_ids=True, **asked)
         found: list[int] = answer.json["choices"][0]["token_ids"]
         return found
 
@@ -117,11 +117,11 @@ async def test_models_of_one_shape_in_turn_give_their_own_tokens(from_loader: Fr
         assert report.hosted is not None
         assert set(report.hosted.pids) == set(before.hosted.pids), "the same processes"
         assert await from_loader.tokens() == greedy(directory)
-    listed = await from_loader.hosts.other(from_loader.instance, "/v1/models", "GET")
+    listed = await from_loader.hosts.request_route(from_loader.instance, "/v1/models", "GET")
     assert [m["id"] for m in listed.json["data"]] == [models[-1].name]
     messages = [{"role": "user", "content": "Hello"}]
     body: dict[str, Any] = {"messages": messages, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-    answer = await from_loader.hosts.whole(from_loader.instance, "chat", **body)
+    answer = await from_loader.hosts.request(from_loader.instance, "chat", **body)
     tokenizer = AutoTokenizer.from_pretrained(models[-1])
     expected = tokenizer(
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), add_special_tokens=False
@@ -134,7 +134,7 @@ async def test_json_mode_constrains_the_changed_model(from_loader: FromLoader, m
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "temperature": 0}
-    answer = await from_loader.hosts.whole(from_loader.instance, "chat", response_format=asked, **body)
+    answer = await from_loader.hosts.request(from_loader.instance, "chat", response_format=asked, **body)
     assert answer.status == 200, answer.body
     # The model's weights are random: it may continue with spaces up to the limit.
     assert answer.json["choices"][0]["message"]["content"].startswith('{"a"')

@@ -30,14 +30,14 @@ class Cache:
         self.instance = instance
 
     async def _total(self) -> float:
-        found = _HITS.search((await self.hosts.other(self.instance, "/metrics", "GET")).body)
+        found = _HITS.search((await self.hosts.request_route(self.instance, "/metrics", "GET")).body)
         assert found is not None
         return float(found[1])
 
     async def hits(self, prompt: list[int], flow: str, **fields: Any) -> float:
         before = await self._total()
         asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **fields}
-        done = await self.hosts.whole(self.instance, "completion", share=FairShare(flow=flow), **asked)
+        done = await self.hosts.request(self.instance, "completion", share=FairShare(flow=flow), **asked)
         assert done.status == 200, done.body
         return await self._total() - before
 
@@ -71,5 +71,7 @@ async def test_prefixes_prepared_for_a_migration_are_found_by_their_key(cache: C
 
 
 async def test_salt_that_is_no_text_is_an_invalid_request(cache: Cache, mesh: Mesh) -> None:
-    done = await cache.hosts.whole(cache.instance, "completion", share=FairShare(flow="a"), prompt="Hi", max_tokens=1, cache_salt=7)
+    done = await cache.hosts.request(
+        cache.instance, "completion", share=FairShare(flow="a"), prompt="Hi", max_tokens=1, cache_salt=7
+    )
     assert done.status == 400

@@ -35,9 +35,9 @@ async def test_real_engine_is_unreachable_for_other_users(mesh: Mesh, nats_serve
     if real.engine == "vllm":
         environment = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in pids)
         assert b"VLLM_SERVER_DEV_MODE" not in environment, "it does not sleep on cpu"
-        unserved = await hosts.other(real.instance, "/collective_rpc", "POST")
+        unserved = await hosts.request_route(real.instance, "/collective_rpc", "POST")
         assert unserved.status == 404
-    answer = await hosts.whole(real.instance, "completion", prompt="Hello", max_tokens=4)
+    answer = await hosts.request(real.instance, "completion", prompt="Hello", max_tokens=4)
     assert answer.status == 200
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4

@@ -35,7 +35,7 @@ async def cut(
     """
     parts = []
     for tokens in CUTS:
-        begun = await hosts.whole(instance, endpoint, **{**body, "max_tokens": tokens})
+        begun = await hosts.request(instance, endpoint, **{**body, "max_tokens": tokens})
         state = resume_of(begun.stream.replies)
         assert len(state.choices[0].token_ids) == tokens
         continued = state.choices[0].model_copy(update={"finish_reason": None})
@@ -52,7 +52,7 @@ async def test_cut_anywhere_and_resumed(mesh: Mesh, nats_server: NatsServer, vll
     hosts = await listening(mesh, nats_server.url, vllm)
     prompt: dict[str, Any] = {"messages": HELLO} if endpoint == "chat" else {"prompt": "Where does the ice go?"}
     body = {**prompt, "stream": True, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
-    undisturbed = await hosts.whole(vllm.instance, endpoint, **body)
+    undisturbed = await hosts.request(vllm.instance, endpoint, **body)
     replies = undisturbed.stream.replies
     whole = resume_of(replies)
     assert len(whole.choices[0].token_ids) == 40
@@ -79,7 +79,7 @@ async def test_llama_servers_completions_are_resumed(
     hosts = await listening(mesh, nats_server.url, own_server)
     body: dict[str, Any] = {"prompt": prompt, "stream": True, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
     body["logit_bias"] = [[token, False] for token in torn]
-    undisturbed = await hosts.whole(own_server.instance, "completion", **body)
+    undisturbed = await hosts.request(own_server.instance, "completion", **body)
     replies = undisturbed.stream.replies
     head = replies[0]
     assert isinstance(head, InferResponse)

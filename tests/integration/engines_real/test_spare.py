@@ -41,7 +41,7 @@ async def test_spare_interpreter_becomes_vllm(mesh: Mesh, nats_server: NatsServe
         report = await hosts.settled(start.instance_id)
         assert report.state == "ready", report.error
         assert interpreter in {p.pid for p in psutil.Process(pid).children()}
-        answer = await hosts.whole(start.instance_id, "chat", messages=[{"role": "user", "content": "Hello"}], max_tokens=4)
+        answer = await hosts.request(start.instance_id, "chat", messages=[{"role": "user", "content": "Hello"}], max_tokens=4)
         assert answer.status == 200
         assert answer.json["usage"]["completion_tokens"] == 4
         os.kill(pid, signal.SIGTERM)

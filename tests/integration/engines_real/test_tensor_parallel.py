@@ -85,7 +85,7 @@ async def test_each_rank_takes_its_share_from_the_loader(
     report = await hosts.settled(two_ranks.start.instance_id)
     assert report.state == "ready", report.error
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    answer = await hosts.whole(two_ranks.start.instance_id, "completion", return_token_ids=True, **asked)
+    answer = await hosts.request(two_ranks.start.instance_id, "completion", return_token_ids=True, **asked)
     assert answer.json["choices"][0]["token_ids"] == merged(even_model, None)
     log = Path(two_ranks.start.log_path).read_text()
     assert log.count("from its loader") == 2, "each rank has read from it"
@@ -130,7 +130,7 @@ async def test_ranks_on_two_nodes_are_one_engine(
         reports = [await hosts.settled(instance) for hosts, instance in zip(nodes, starts, strict=True)]
         assert [r.state for r in reports] == ["ready", "ready"], [r.error for r in reports]
         asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-        answer = await nodes[0].whole(starts[0], "completion", return_token_ids=True, **asked)
+        answer = await nodes[0].request(starts[0], "completion", return_token_ids=True, **asked)
         assert answer.json["choices"][0]["token_ids"] == merged(even_model, None)
         if from_loaders:
             share, whole = share_bytes(even_model)

@@ -70,11 +70,11 @@ def test_loaded_model_is_cached_completely(server: TierServer, cache: SsdCache) 
     status = cache.status()
     assert status.models == ((tier.revision, tier.source, status.nbytes),)
     assert not list((cache.root / "partial").iterdir())
-    hold = cache.hold(tier.revision)
-    assert hold is not None
-    assert all(f.sha256 for f in hold.record.files)
+    entry = cache.acquire(tier.revision)
+    assert entry is not None
+    assert all(f.sha256 for f in entry.record.files)
     assert not cache.remove(tier.revision), "it is held"
-    hold.release()
+    entry.release()
     assert cache.remove(tier.revision)
     assert cache.status().models == ()
 
@@ -158,14 +158,14 @@ def test_least_recently_used_model_is_evicted(server: TierServer, tmp_path: Path
         revisions.append(tier.revision)
     assert [cache.lookup(r) is not None for r in revisions] == [True, False, False, True], "the pinned one and the last"
     assert cache.status().nbytes <= cache.budget
-    hold = cache.hold(revisions[3])
+    entry = cache.acquire(revisions[3])
     server.faults.version = "5"
     tier = opened(server, cache)
     assert not tier.caches, "one is pinned, the other one is read"
     load(tier)
     settle(tier)
-    assert hold is not None
-    hold.release()
+    assert entry is not None
+    entry.release()
 
 
 def test_concurrent_loads_do_not_share_the_same_free_space(server: TierServer, tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_unwritable_cache_directory_disables_caching(server: TierServer, tmp_pat
     assert "cannot be written" in caplog.text
     load(tier)
     settle(tier)
-    assert cache.hold(tier.revision) is None
+    assert cache.acquire(tier.revision) is None
 
 
 def test_failed_source_releases_the_fill_lock(server: TierServer, cache: SsdCache) -> None:

@@ -54,7 +54,7 @@ def theirs(server: TierServer, tmp_path: Path) -> Iterator[tuple[Sources, PeerSe
     tier = sources.open(info.source, info.revision)
     load(tier)
     settle(tier)
-    serving = PeerServer("127.0.0.1", 0, sources.whole)
+    serving = PeerServer("127.0.0.1", 0, sources.open_complete)
     yield sources, serving, info.revision
     serving.close()
     assert not [t for t in threading.enumerate() if t.name == "peers"]
@@ -194,11 +194,11 @@ def test_directory_is_served_only_while_unchanged(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m")
     sources = sources_at(tmp_path / "home")
     revision = sources.inspect(str(tmp_path / "m"), trust_remote_code=False).revision
-    with sources.whole(revision) as found:
+    with sources.open_complete(revision) as found:
         assert found is not None
         assert found[0] == tmp_path / "m"
     write_checkpoint(tmp_path / "m", tensors(seed=1))
-    with sources.whole(revision) as found:
+    with sources.open_complete(revision) as found:
         assert found is None
 
 

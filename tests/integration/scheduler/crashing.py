@@ -80,7 +80,8 @@ class DyingRepository(Repository):
 class Nodes(Outbox):
     """The port of effects: they arrive at once, in order.
 
-    `undelivered` holds what a dead leader has not sent.
+    Attributes:
+        undelivered: Effects that a dead leader has not sent.
     """
 
     def __init__(self, site: Site, steps: Steps) -> None:

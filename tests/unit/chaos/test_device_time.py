@@ -26,19 +26,19 @@ def row(seconds: float, background_s: float = 0.0, model: str = "m") -> dict[str
 
 def test_meters_are_added_up_over_processes_suspensions_and_ends() -> None:
     meters = Meters()
-    meters.look(cluster(instance("a", 3.0), instance("b", 1.0, devices=2)))
-    meters.look(cluster(instance("a", 0.0), instance("b", 1.5, ended_pid=1, devices=2)))  # suspended; ended
+    meters.read(cluster(instance("a", 3.0), instance("b", 1.0, devices=2)))
+    meters.read(cluster(instance("a", 0.0), instance("b", 1.5, ended_pid=1, devices=2)))  # suspended; ended
     assert meters.total_s == 3.0 + 3.0
-    meters.look(cluster(instance("a", 0.5, pid=2)))  # another process
+    meters.read(cluster(instance("a", 0.5, pid=2)))  # another process
     assert meters.total_s == 3.5 + 3.0
-    meters.look(cluster(instance("c", 2.0, ended_pid=4)))  # seen after its end only
+    meters.read(cluster(instance("c", 2.0, ended_pid=4)))  # seen after its end only
     assert meters.total_s == 3.5 + 3.0 + 2.0
 
 
 @pytest.mark.parametrize(("ledger_s", "is_right"), [(9.89, False), (9.91, True), (10.09, True), (10.11, False)])
 def test_without_kills_the_ledger_may_differ_by_one_percent(ledger_s: float, is_right: bool) -> None:
     meters = Meters()
-    meters.look(cluster(instance("a", 10.0)))
+    meters.read(cluster(instance("a", 10.0)))
     found = measure(meters, [row(ledger_s / 2), row(ledger_s / 2, 1.0)], 0)
     assert found.ledger_s == pytest.approx(ledger_s)
     assert found.background_s == 1.0
@@ -49,7 +49,7 @@ def test_without_kills_the_ledger_may_differ_by_one_percent(ledger_s: float, is_
 
 def test_killed_engines_widen_the_bounds_by_a_step() -> None:
     meters = Meters()
-    meters.look(cluster(instance("a", 100.0)))
+    meters.read(cluster(instance("a", 100.0)))
     found = measure(meters, [row(100.0)], 2)
     assert found.least_s == pytest.approx(99 - 2 * UNKNOWN_S)
     assert found.most_s == pytest.approx(101 + 2 * UNKNOWN_S)
@@ -58,7 +58,7 @@ def test_killed_engines_widen_the_bounds_by_a_step() -> None:
 
 def test_each_model_is_compared_with_its_engines() -> None:
     meters = Meters()
-    meters.look(
+    meters.read(
         cluster(instance("a-1", 3.0), instance("a-2", 1.0), instance("b-1", 2.0, model="n"), instance("c-1", 0.0, model="o"))
     )
     found = measure(meters, [row(2.0), row(1.5, 0.5), row(2.0, model="n")], 0)

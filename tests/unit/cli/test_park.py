@@ -13,7 +13,7 @@ from thaw.cli.park import changes, park_cell
 from thaw.cli.ps import show_models
 
 
-def look(**states: str) -> tuple[ModelView, ...]:
+def views(**states: str) -> tuple[ModelView, ...]:
     def view(name: str, state: str) -> ModelView:
         card = VIEW.card.model_copy(update={"spec": VIEW.card.spec.model_copy(update={"name": name, "park": True})})
         return ModelView(card=card, park=ParkView.model_validate({"state": state, "reason": f"why {name}"}))
@@ -21,26 +21,26 @@ def look(**states: str) -> tuple[ModelView, ...]:
     return (*(view(n, s) for n, s in states.items()), VIEW)
 
 
-def printed(*looks: tuple[ModelView, ...]) -> list[tuple[str, str]]:
-    return [(name, park.state) for name, park in changes(looks)]
+def printed(*snapshots: tuple[ModelView, ...]) -> list[tuple[str, str]]:
+    return [(name, park.state) for name, park in changes(snapshots)]
 
 
 def test_each_parking_change_is_printed_once() -> None:
-    looks = (
-        look(a="queued", b="queued"),
-        look(a="starting", b="queued"),
-        look(a="starting", b="queued"),
-        look(a="suspending", b="starting"),
-        look(a="parked", b="failed"),
-        look(a="parked", b="starting"),
+    snapshots = (
+        views(a="queued", b="queued"),
+        views(a="starting", b="queued"),
+        views(a="starting", b="queued"),
+        views(a="suspending", b="starting"),
+        views(a="parked", b="failed"),
+        views(a="parked", b="starting"),
     )
-    assert printed(*looks) == [
+    assert printed(*snapshots) == [
         ("a", "queued"), ("b", "queued"), ("a", "starting"), ("a", "suspending"), ("b", "starting"), ("a", "parked"), ("b", "failed"),
     ]  # fmt: skip
 
 
 def test_models_waiting_for_room_are_not_awaited() -> None:
-    assert printed(look(a="waiting", b="impossible", c="up"), look(a="starting")) == [
+    assert printed(views(a="waiting", b="impossible", c="up"), views(a="starting")) == [
         ("a", "waiting"),
         ("b", "impossible"),
         ("c", "up"),
@@ -58,6 +58,6 @@ def test_parking_reasons_are_escaped_for_the_console() -> None:
 
 def test_ps_shows_unparked_models_with_reasons() -> None:
     out = io.StringIO()
-    show_models(Console(file=out, width=140), ClusterView(scheduler="s", epoch=1, models=look(a="impossible", b="parked")))
+    show_models(Console(file=out, width=140), ClusterView(scheduler="s", epoch=1, models=views(a="impossible", b="parked")))
     assert "a is not started ahead: why a" in out.getvalue()
     assert "why b" not in out.getvalue()

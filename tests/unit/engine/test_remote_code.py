@@ -23,12 +23,12 @@ def _is_free() -> bool:
     """True if another thread could import a model's own code now."""
     found: list[bool] = []
 
-    def look() -> None:
+    def try_lock() -> None:
         found.append(remote_code.LOCK.acquire(blocking=False))
         if found[0]:
             remote_code.LOCK.release()
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=try_lock)
     thread.start()
     thread.join()
     return found[0]
@@ -38,12 +38,12 @@ def _is_free() -> bool:
 def test_models_with_remote_code_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch, trusted: bool) -> None:
     free: list[bool] = []
 
-    def look(*_: Any, **__: Any) -> None:
+    def fail_to_read(*_: Any, **__: Any) -> None:
         free.append(_is_free())
-        raise OSError("looked")
+        raise OSError("not readable")
 
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", look)
-    monkeypatch.setattr(AutoConfig, "from_pretrained", look)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail_to_read)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", fail_to_read)
     card: Any = SimpleNamespace(spec=SimpleNamespace(trust_remote_code=trusted))
     with pytest.raises(CheckpointInvalid):
         Tokenization.read(Path("model"), trusted)

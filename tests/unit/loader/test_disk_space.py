@@ -57,5 +57,5 @@ def unreadable() -> Iterator[Path]:
 def test_a_model_that_cannot_be_read_does_not_end_the_loader(unreadable: Path) -> None:
     cache, before = SsdCache(unreadable, 1 << 30), open_files()
     assert cache.status().models == ()
-    assert cache.hold(REVISION) is None
+    assert cache.acquire(REVISION) is None
     assert open_files() <= before

@@ -161,12 +161,12 @@ def test_watermark_grows_to_the_end(tmp_path: Path, name: str) -> None:
     weights = write_checkpoint(tmp_path, tensors(megabytes=90), shards=2)
     seen: list[tuple[int, int]] = []
 
-    def look(watermark: int) -> None:
+    def check_watermark(watermark: int) -> None:
         """Check the watermark; called by several threads at once."""
         with (SHM / name).open("rb") as file:
             seen.append((watermark, os.lseek(file.fileno(), 0, os.SEEK_HOLE)))
 
-    report = load_segment(tmp_path, name, ReadOptions(chunk_bytes=1 << 20), on_loaded=look)
+    report = load_segment(tmp_path, name, ReadOptions(chunk_bytes=1 << 20), on_loaded=check_watermark)
     assert max(seen)[0] == report.total_bytes
     assert len({watermark for watermark, _ in seen}) > 3
     assert all(there >= watermark for watermark, there in seen)
@@ -176,11 +176,11 @@ def test_watermark_grows_to_the_end(tmp_path: Path, name: str) -> None:
 def test_index_is_written_before_the_data(tmp_path: Path, name: str) -> None:
     weights = write_checkpoint(tmp_path)
 
-    def look(layout: Layout) -> None:
+    def check_index(layout: Layout) -> None:
         assert layout.header.total_bytes == layout.total_bytes
         assert (SHM / name).read_bytes()[: len(layout.head)] == layout.head
 
-    load_segment(tmp_path, name, on_index=look)
+    load_segment(tmp_path, name, on_index=check_index)
     assert_same(name, weights)
 
 

@@ -71,9 +71,9 @@ class Interleavings(RuleBasedStateMachine):
         self.world.lose(self.world.letters[which % len(self.world.letters)], done=done)
 
     @rule()
-    def look(self) -> None:
+    def poll(self) -> None:
         for migrator in self.world.migrators:
-            migrator.look()
+            migrator.poll()
 
     @rule(to=st.booleans())
     def connection(self, to: bool) -> None:

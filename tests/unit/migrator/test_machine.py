@@ -327,7 +327,7 @@ def test_a_cancelled_migration_is_undone() -> None:
     world.deliver(until(world, PrepareResume))
     assert world.engines["b"].prepared
     world.cancel(order)
-    migrator.look()
+    migrator.poll()
     assert migrator.work is None
     world.settle()
     assert request.at == "a"

@@ -131,7 +131,7 @@ class Migrator:
     Replies to an earlier one's requests are dropped, as its tasks have ended.
     """
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read the bucket, write changes, and take up migrations without an owner."""
         world = self.world
         if not self.alive:
@@ -324,7 +324,7 @@ class World:
         if due is not None and due.arrives <= self.now:
             self.deliver(due)
         for migrator in self.migrators:
-            migrator.look()
+            migrator.poll()
             migrator.receive(Tick())
 
     def settle(self, steps: int = 2000) -> None:

@@ -18,7 +18,7 @@ NAME = ("m", "cpu")
 
 
 class Meter:
-    """Looks at an account every few seconds, as the scheduler does."""
+    """Corrects an account every few seconds, as the scheduler does."""
 
     def __init__(self) -> None:
         self.account, self.now = Account(), 0.0
@@ -29,7 +29,7 @@ class Meter:
             self.account, charged_us=self.account.charged_us + charged_us, recorded_us=self.account.recorded_us + recorded_us
         )
 
-    def look(self, after: float = SETTLED_AFTER_S) -> int:
+    def settle(self, after: float = SETTLED_AFTER_S) -> int:
         """Return what the owner pays."""
         self.now += after
         then = self._history.find_settled(self.now).get(NAME)
@@ -43,39 +43,39 @@ class Meter:
 @pytest.fixture
 def meter() -> Meter:
     meter = Meter()
-    meter.look()
+    meter.settle()
     return meter
 
 
 def test_the_owner_pays_for_what_no_gateway_records(meter: Meter) -> None:
     meter.add(charged_us=100, recorded_us=60)
-    assert meter.look() == 0, "the report may be on its way"
-    assert (meter.look(), meter.look()) == (40, 40)
+    assert meter.settle() == 0, "the report may be on its way"
+    assert (meter.settle(), meter.settle()) == (40, 40)
 
 
 def test_a_late_record_takes_it_back(meter: Meter) -> None:
     meter.add(charged_us=100)
-    assert (meter.look(), meter.look()) == (0, 100)
+    assert (meter.settle(), meter.settle()) == (0, 100)
     meter.add(recorded_us=70)
-    assert (meter.look(), meter.look()) == (100, 30)
+    assert (meter.settle(), meter.settle()) == (100, 30)
 
 
 def test_reports_that_are_faster_than_the_nodes_change_nothing(meter: Meter) -> None:
     meter.add(charged_us=100, recorded_us=60)
     for _ in range(3):
-        meter.look()
+        meter.settle()
     meter.add(recorded_us=500)
-    assert meter.look() == 40
+    assert meter.settle() == 40
     meter.add(charged_us=500)
-    assert (meter.look(), meter.look()) == (40, 40)
+    assert (meter.settle(), meter.settle()) == (40, 40)
 
 
 def test_a_new_leader_waits_for_accounts_of_some_time_ago() -> None:
     meter = Meter()
     meter.add(charged_us=100)
-    assert meter.look(after=SETTLED_AFTER_S * 9) == 0
-    assert meter.look(after=SETTLED_AFTER_S / 2) == 0
-    assert meter.look(after=SETTLED_AFTER_S / 2) == 100
+    assert meter.settle(after=SETTLED_AFTER_S * 9) == 0
+    assert meter.settle(after=SETTLED_AFTER_S / 2) == 0
+    assert meter.settle(after=SETTLED_AFTER_S / 2) == 100
 
 
 def _do(meter: Meter, delayed: list[Callable[[], None]], event: tuple[int, int, int]) -> None:
@@ -91,16 +91,16 @@ def _do(meter: Meter, delayed: list[Callable[[], None]], event: tuple[int, int, 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1), st.integers(0, 100)), max_size=30))
 def test_in_the_end_the_sum_is_what_the_engines_charged(events: list[tuple[int, int, int]]) -> None:
     meter, delayed = Meter(), list[Callable[[], None]]()
-    meter.look()
+    meter.settle()
     for event in events:
         _do(meter, delayed, event)
-        assert meter.look() >= 0
+        assert meter.settle() >= 0
         if len(delayed) > 3:
             delayed.pop(0)()
     for record in delayed:
         record()
     for _ in range(3):
-        meter.look()
+        meter.settle()
     assert meter.account.recorded_us + meter.account.unrecorded_us == meter.account.charged_us
 
 

@@ -47,7 +47,8 @@ def call_id(response_id: str, choice: int, call: int) -> str:
 class Pieces:
     """The output of a parser: neighbours of one kind are joined.
 
-    `parallel` is False: calls after the first are dropped.
+    Args:
+        parallel: False: calls after the first are dropped.
     """
 
     def __init__(self, *, parallel: bool) -> None:

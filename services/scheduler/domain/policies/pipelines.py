@@ -41,10 +41,16 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds.
+    """Seconds of the parts of a pipeline's start, by HydraServe's symbols.
 
-    `runtime` is t_c, `prefill` t_p, `decode` t_d, `hop` t_n; with overlapped workers `container`
-    (t_cc), `context` (t_cu) and `library` (t_l) replace t_c.
+    Attributes:
+        prefill: t_p.
+        decode: t_d.
+        hop: t_n.
+        runtime: t_c. With overlapped workers the following three replace it.
+        container: t_cc.
+        context: t_cu.
+        library: t_l.
     """
 
     prefill: float

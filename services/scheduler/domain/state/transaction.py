@@ -54,8 +54,12 @@ class Transaction:
     def memoize(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return `compute()`, computed once for each key until this decision changes the state.
 
-        `compute` depends on the state, the time, the policy and the key, not on plans and on which
-        models wait for room. Many waiting models are placed in one decision, most without success.
+        Many waiting models are placed in one decision, most without success.
+
+        Args:
+            key: Identifies the result.
+            compute: A function of the state, the time, the policy and the key, but not of plans,
+                nor of the models that wait for room.
         """
         if key not in self._memo:
             self._memo[key] = compute()

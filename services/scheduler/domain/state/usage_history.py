@@ -12,7 +12,9 @@ GAIN = 0.3
 class UsageHistory:
     """Arrivals at a model without waiting requests.
 
-    `mean_interval_s` and `deviation_s` are moving means of the distance between arrivals.
+    Attributes:
+        mean_interval_s: Moving mean of the time between arrivals.
+        deviation_s: Moving mean of its deviation from that mean.
     """
 
     model: str

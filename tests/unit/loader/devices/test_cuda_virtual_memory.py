@@ -24,7 +24,8 @@ def api() -> Any:
 class Recorded:
     """The package's types and names, with calls that are recorded and answered.
 
-    `answers` are the results of the next calls, by name.
+    Attributes:
+        answers: Results of the next calls, by name.
     """
 
     def __init__(self, api: Any) -> None:

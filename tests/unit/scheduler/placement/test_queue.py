@@ -67,7 +67,11 @@ def test_every_request_is_answered() -> None:
 def waits_for(profile: str, asks: Callable[[int], Iterable[str]], places: int, others: tuple[str, ...]) -> tuple[float, Policy]:
     """Return seconds until a model of low priority is served under constant demand.
 
-    `asks` gives the demand of `others`, of a higher priority, in each half second.
+    Args:
+        profile: The scheduler's profile.
+        asks: Returns the models that are requested in each half second.
+        places: Number of nodes, each with room for one instance.
+        others: Models of a higher priority.
     """
     policy = Policy(profile=PROFILES[profile], preempt_after_s=5.0, starve_after_s=20.0, drain_timeout_s=1.0)
     w = World(policy=policy)

@@ -93,7 +93,10 @@ class Kept:
 class Device(Generic[InstanceT]):
     """A device.
 
-    `booked`: bytes of instances; `promised`: bytes of planned instances; `kept`: reusable weights.
+    Attributes:
+        booked: Bytes of instances.
+        promised: Bytes of planned instances.
+        kept: Reusable weights.
     """
 
     __slots__ = (

@@ -21,7 +21,12 @@ State = Literal["starting", "ready", "leaving", "parked", "gone"]
 
 
 class SimModel:
-    """A model. `window`: arrivals of the sliding window; `total`: requests so far."""
+    """A model.
+
+    Attributes:
+        window: Arrivals of the sliding window.
+        total: Number of requests so far.
+    """
 
     def __init__(self, name: str, number: int, group: ModelGroup, nodes: tuple[SimNode, ...]) -> None:
         self.name, self.number, self.group, self.nodes = name, number, group, nodes
@@ -101,9 +106,12 @@ class SimModel:
 class Run:
     """One request.
 
-    `tokens`: generated so far; `paused_at`: start of an interruption, which lasts until the prompt
-    is computed again; `first_pause`: of `pause`, the part before the first token; `prepared`:
-    tokens whose KV cache is already at the destination.
+    Attributes:
+        tokens: Tokens generated so far.
+        paused_at: Start of an interruption, which lasts until the prompt is computed again.
+        pause: Seconds of all interruptions.
+        first_pause: The part of `pause` before the first token.
+        prepared: Tokens whose KV cache is already at the destination.
     """
 
     __slots__ = (

@@ -15,7 +15,11 @@ _EPSILON = 1e-3
 
 
 class Link:
-    """A link. `carried`: bytes that have passed."""
+    """A link.
+
+    Attributes:
+        carried: Bytes that have passed.
+    """
 
     __slots__ = ("bandwidth", "carried", "flows", "name", "sequential")
 
@@ -26,7 +30,11 @@ class Link:
 
 
 class Flow:
-    """A transfer over all links of `path`; `left`: bytes that have not arrived."""
+    """A transfer over all links of `path`.
+
+    Attributes:
+        left: Bytes that have not arrived.
+    """
 
     __slots__ = ("background", "done", "left", "nbytes", "path", "rate")
 

@@ -13,10 +13,14 @@ TIERS = ("ready", "snapshot", "peer", "reuse", "dram", "ssd", "remote", "pipelin
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One served request, in seconds.
+    """One served request. All times are in seconds.
 
-    `queued`: until an engine took it; `tpot`: for each further token; `pause`: interrupted by
-    preemption or migration; `ended`: time of its last token.
+    Attributes:
+        at: Time of its arrival.
+        queued: Until an engine took it.
+        tpot: For each further token.
+        pause: Interrupted by preemption or migration.
+        ended: Time of its last token.
     """
 
     model: str

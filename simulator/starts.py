@@ -19,8 +19,9 @@ from simulator.world import World
 class Start:
     """An instance that is starting.
 
-    `outstanding`: parts that must end before it is ready; `victims`: reusable weights that may be
-    dropped.
+    Attributes:
+        outstanding: Number of parts that must end before it is ready.
+        victims: Reusable weights that may be dropped.
     """
 
     def __init__(self, instance: Instance, way: str, victims: tuple[str, ...], ready: Callable[[Instance], None]) -> None:

@@ -49,7 +49,7 @@ def load_tensors(
 
 
 def check_dtypes(checkpoint: Checkpoint) -> None:
-    """Raises `CheckpointInvalid` for a tensor that torch has no type for."""
+    """Raise `CheckpointInvalid` for a tensor that torch has no type for."""
     for file in checkpoint.files:
         for entry in file.header.tensors:
             if not is_bindable(entry.dtype, entry.shape):

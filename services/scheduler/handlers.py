@@ -299,8 +299,8 @@ class Handlers:
     async def _add(self, request: AddModels) -> Message:
         """Have a loader read the files of new models, then register all models or none.
 
-        `reread`: read the files of all models; a known model stays as it is while its source is
-        unreachable.
+        With `request.reread` the loader reads the files of all models. A known model then stays as
+        it is while its source is unreachable.
         """
         check_unchanged(self._loop.state, request.before)
         check_names(self._loop.state, request.specs, request.prune)

@@ -46,14 +46,15 @@ _FLUSH_WITHIN_S = 2.0
 
 
 class RequestMigration(Protocol):
-    """The migrator's commands to an instance, except `PrepareResume`.
-
-    - `offer_kv`: add the permission to read the request's keys and values, if they can be sent.
-    """
+    """The migrator's commands to an instance, except `PrepareResume`."""
 
     def list(self) -> RequestsListed: ...
     def read(self, request_id: str) -> TokensRead: ...
-    async def offer_kv(self, read: TokensRead) -> TokensRead: ...
+
+    async def offer_kv(self, read: TokensRead) -> TokensRead:
+        """Add the permission to read the request's keys and values, if they can be sent."""
+        ...
+
     def yield_(self, request_id: str) -> None: ...
     def forget(self, name: str) -> None: ...
 

@@ -103,7 +103,13 @@ class Agents:
     # Commands.
 
     def start(self, node: MeshNode, command: StartInstance, before: Spans = ()) -> None:
-        """Start an instance. `before`: phases until the command was sent."""
+        """Start an instance.
+
+        Args:
+            node: Its node.
+            command: The scheduler's command.
+            before: Phases until the command was sent.
+        """
         device = node.device(command.device_ids[0])
         if not node.alive:
             self._refuse_start(command.instance_id, Unavailable(f"No nodeagent answers on {node.name}", should_retry=True))

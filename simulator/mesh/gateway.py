@@ -44,7 +44,10 @@ class _Queue:
 class Gateway:
     """The gateway.
 
-    `report_demand`: sends demand to the scheduler. `on_load_changed`: an engine's load has changed.
+    Args:
+        world: The models and the clock.
+        report_demand: Sends demand to the scheduler.
+        on_load_changed: Called when an engine's load has changed.
     """
 
     def __init__(

@@ -70,7 +70,11 @@ class MeshInstance:
 
 
 class MeshNode:
-    """A node. `boot`: how often its nodeagent has started."""
+    """A node.
+
+    Attributes:
+        boot: How often its nodeagent has started.
+    """
 
     def __init__(self, sim: SimNode, runtime: Runtime) -> None:
         self.sim, self.name, self._runtime = sim, sim.name, runtime

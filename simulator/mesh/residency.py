@@ -78,7 +78,11 @@ class Residency:
         self._incomplete.clear()
 
     def memory(self, others: Mapping[str, Residency]) -> DeviceMemory:
-        """Return the loader's report. `others`: the node's other devices that copies come from."""
+        """Return the loader's report.
+
+        Args:
+            others: The node's other devices, from which weights are copied.
+        """
         mapped, kept = self.mapped_bytes, self._device.kept_bytes
         here = sorted({*self._holders, *self._device.kept})
         return DeviceMemory(

@@ -102,8 +102,14 @@ class Simulation:
     ) -> None:
         """Create a run.
 
-        `policy`: that of a recorded mesh, if not the default. `usual`, `recorded`: durations of
-        starts in place of the cluster file's.
+        Args:
+            cluster: The machines.
+            groups: The models.
+            profile: Profile of the policy; None: that of `policy`.
+            seed: Of all random choices.
+            policy: Policy of a recorded mesh; None: the default.
+            usual: Usual durations of starts; None: those of the cluster file.
+            recorded: Durations of recorded starts, which take precedence.
         """
         given = policy or Policy()
         live = cluster.runtime.capabilities & (LIVE - {"pipeline"})  # simulated nodes run no stages

@@ -16,7 +16,12 @@ Arrived = Callable[[Phase], None]
 
 
 class Weights:
-    """The loaders. `report`: a loader's status has changed."""
+    """The loaders.
+
+    Args:
+        world: The models and the clock.
+        report: Called when the status of a node's loader has changed.
+    """
 
     def __init__(self, world: World, report: Callable[[MeshNode], None]) -> None:
         self._world, self._report = world, report

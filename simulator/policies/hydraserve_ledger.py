@@ -15,7 +15,12 @@ from services.scheduler.domain.cost.contention import PendingFetch, meets_eq_3, 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """`pending`: S_i, bytes left at the last change; `deadline`: D_i."""
+    """A fetch over a server's link, by HydraServe's symbols.
+
+    Attributes:
+        pending: S_i, bytes left at the last change.
+        deadline: D_i.
+    """
 
     pending: float
     deadline: float

@@ -20,7 +20,7 @@ from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, 
 
 
 def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | None:
-    """Suspend to host memory. `delay_s`: the victims' requests, one after another."""
+    """Suspend victims to host memory, after their requests, which run one after another."""
     running = sorted(
         [*list_inactive(device, ask.model), *list_movable(device, ask.model)],
         key=lambda r: (r.queued + r.active, r.last_used, r.key),

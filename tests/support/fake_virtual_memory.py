@@ -32,7 +32,12 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass
 class Mapping:
-    """`access`: "r" or "rw" by device. `device`: of the memory; None: another process's."""
+    """A mapping of addresses.
+
+    Attributes:
+        device: Device of the memory; None: another process's memory.
+        access: "r" or "rw", by device.
+    """
 
     nbytes: int
     inode: int

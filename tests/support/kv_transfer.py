@@ -69,9 +69,11 @@ def order(name: str, sequences: tuple[tuple[int, ...], ...], within_s: float) ->
 
 @dataclass(frozen=True)
 class Fault:
-    """What a proxy does to the bytes of the source, after the first `after`.
+    """A fault that a proxy injects into the bytes of the source.
 
-    `pass`: nothing.
+    Attributes:
+        kind: `pass` injects none.
+        after: Number of bytes before the fault.
     """
 
     kind: Literal["cut", "flip", "stall", "pass"]

@@ -70,7 +70,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Exited:
-    """The process ended. `returncode` None: unknown, or it could not be started."""
+    """The process ended.
+
+    Attributes:
+        returncode: None: unknown, or the process could not be started.
+    """
 
     name: str
     returncode: int | None

@@ -115,10 +115,11 @@ def parts(nbytes: int) -> tuple[int, ...]:
 def take(table: Chunks, owner: int, nbytes: int) -> Chunks | None:
     """Give `owner` chunks for `nbytes`: spare ones first, then the lowest free ones.
 
-    None if the pool has too few.
-
     A spare chunk with more memory than its part needs is not taken: the status would report less
     than is in use.
+
+    Returns:
+        The chunks afterwards; None: the pool has too few.
     """
     assert owner not in table.owned
     spare, taken = sorted(table.spare), table.list_taken()

@@ -24,12 +24,12 @@ def equally_likely(_: StoredUnit) -> float:
 
 
 def expected_loads(expected: Mapping[str, float], users: Callable[[str], Collection[str]]) -> Likelihood:
-    """Return a likelihood from those of the weights that have a unit: the expected number of loads.
+    """Return the likelihood of a unit: the expected number of loads of the weights that contain it.
 
     Args:
         expected: Likelihood of a load by weights id, times latency sensitivity (p · alpha of
             Tangram Eq. 2).
-        users: The weights that have a unit, by its key.
+        users: Returns the weights that contain a unit, by its key.
     """
 
     def likelihood(unit: StoredUnit) -> float:

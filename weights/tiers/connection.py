@@ -54,9 +54,9 @@ class Origin:
 
 
 class Connection:
-    """For one request at a time.
+    """A connection for one request at a time.
 
-    Raises `OSError`, `http.client.HTTPException` and `Cancelled`.
+    Its methods raise `OSError`, `http.client.HTTPException` and `Cancelled`.
     """
 
     def __init__(

@@ -32,10 +32,7 @@ class PieceReader(Protocol):
 
 
 class Filling:
-    """A load in progress.
-
-    `write_head` writes header and index; readers may map the segment from then on.
-    """
+    """A load in progress."""
 
     def __init__(
         self,
@@ -78,7 +75,11 @@ class Filling:
         return self._watermark.loaded
 
     def write_head(self) -> None:
-        """Raises `InsufficientMemory`."""
+        """Write header and index; readers may map the segment afterwards.
+
+        Raises:
+            InsufficientMemory: Shared memory is full.
+        """
         self._region.write(0, self._layout.head)
         if self._on_arrived is not None:
             self._on_arrived(0, self._head_end)

@@ -1,4 +1,4 @@
-"""The links of this node: made with the first load over them."""
+"""The links of this node, each created with the first load over it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ class Links:
             return self._links[name]
 
     def speed_of(self, name: str) -> float | None:
-        """Bytes per second that a link was measured at."""
+        """Return the measured bandwidth of a link in bytes per second."""
         found = self._links.get(name)
         return found.status().bytes_per_second if found else None
 
     def statuses(self) -> tuple[LinkStatus, ...]:
-        """Those that were read over: the reserve of a load may not be needed."""
+        """Return the statuses of the links that have carried bytes.
+
+        A load creates links also for sources that it may not need.
+        """
         return tuple(link.status() for link in list(self._links.values()) if link.has_started)
 
     def close(self) -> None:

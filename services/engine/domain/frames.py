@@ -94,7 +94,7 @@ def decode_header(protocol: Protocol[M], header: bytes, max_data_bytes: int) -> 
 
 
 def decode_message(protocol: Protocol[M], body: bytes) -> M:
-    """Raises `ProtocolError` if `body` is no message of the protocol."""
+    """Decode a message. Raises `ProtocolError` if `body` is no message of the protocol."""
     try:
         return protocol.messages.validate_json(body)
     except ValidationError as e:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LEAST_TOKENS = 64
-"""Tokens of a micro-batch at least."""
+"""Minimum tokens of a micro-batch."""
 
 
 def split_rows(counts: Sequence[int], stages: int) -> tuple[tuple[int, int], ...]:
@@ -18,7 +18,7 @@ def split_rows(counts: Sequence[int], stages: int) -> tuple[tuple[int, int], ...
 
     Args:
         counts: Tokens of each row.
-        stages: Stages of the group, and most micro-batches.
+        stages: Stages of the group; also the maximum number of micro-batches.
     """
     total = sum(counts)
     parts = max(1, min(stages, len(counts), total // LEAST_TOKENS))

@@ -144,7 +144,7 @@ def _channel_rules(request: ToolRequest, text: MarkedText, content: OutputFormat
 
 def _arguments(i: int, notation: Notation, tool: Tool, request: ToolRequest, text: MarkedText) -> list[str]:
     """Write the rules of the arguments of the tool with the number `i`."""
-    if request.is_held(tool):
+    if request.is_constrained(tool):
         return write_arguments(f"a{i}", notation, tool.schema, text, tool.name)
     return write_any_arguments(f"a{i}", notation, text)
 

@@ -47,11 +47,11 @@ class ToolRequest:
 
     @property
     def is_enforced(self) -> bool:
-        """True if a grammar holds the calls: demanded calls, and tools with `strict`."""
+        """True if a grammar constrains the calls: required calls, and tools with `strict`."""
         return self.mode == "required" or (self.mode == "auto" and any(tool.is_strict for tool in self.tools))
 
-    def is_held(self, tool: Tool) -> bool:
-        """True if a grammar holds the calls of a tool to its schema.
+    def is_constrained(self, tool: Tool) -> bool:
+        """True if a grammar constrains the calls of a tool to its schema.
 
         Beside strict tools the model decides about the arguments of the others.
         """

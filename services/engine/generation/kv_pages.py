@@ -9,14 +9,15 @@ from services.engine.domain.elastic_kv import Demand, Lease, Need, add_lent, adj
 
 
 class Lender(Protocol):
-    """The source of pages. Its replies arrive as commands of the computing thread.
+    """The source of pages. Its replies arrive as commands of the computing thread."""
 
-    - `demand`: ask for a number of pages in all, and for a turn.
-    - `give_back`: return a number of pages, whose memory is free.
-    """
+    def demand(self, pages: int, turn: int = 0, turn_pages: int = 0) -> None:
+        """Ask for a number of pages in all, and for a turn."""
+        ...
 
-    def demand(self, pages: int, turn: int = 0, turn_pages: int = 0) -> None: ...
-    def give_back(self, pages: int) -> None: ...
+    def give_back(self, pages: int) -> None:
+        """Return a number of pages, whose memory is free."""
+        ...
 
 
 class PageMemory(Protocol):

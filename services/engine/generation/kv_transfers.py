@@ -82,36 +82,45 @@ class GroupOrder:
 
 
 class Receipt(Protocol):
-    """What the later stages report of an order. Used from any thread.
-
-    - `order`: what was ordered.
-    - `failure`: why the first stage that failed did so; empty: none has failed.
-    - `nbytes`: received by the stages that have reported.
-    - `wait` returns the tokens that each later stage has. It raises `EngineFailed` if a stage does
-      not report within `timeout_s`.
-    - `stop` ends the transfer, and closes the connections that are kept for the next order.
-    """
+    """The reports of the later stages on an order. Used from any thread."""
 
     @property
     def order(self) -> GroupOrder: ...
+
     @property
-    def failure(self) -> str: ...
+    def failure(self) -> str:
+        """The error of the first stage that failed; empty: none has failed."""
+        ...
+
     @property
-    def nbytes(self) -> int: ...
-    def wait(self, timeout_s: float) -> tuple[int, ...]: ...
-    def stop(self) -> None: ...
+    def nbytes(self) -> int:
+        """Bytes received by the stages that have reported."""
+        ...
+
+    def wait(self, timeout_s: float) -> tuple[int, ...]:
+        """Return the tokens that each later stage has.
+
+        Raises:
+            EngineFailed: A stage does not report within `timeout_s`.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End the transfer, and close the connections that are kept for the next order."""
+        ...
 
 
 @runtime_checkable
 class StagedRunner(Protocol):
-    """The runner of a group's first stage: later stages have the other layers (ADR 0093).
+    """The runner of a group's first stage: later stages have the other layers (ADR 0093)."""
 
-    - `permit` lets an engine read the sequences there, and returns where.
-    - `receive` orders the later stages to receive their layers of a sequence (ADR 0094).
-    """
+    def permit(self, permission: Permission, sequences: Many[PermittedSequence]) -> tuple[KvPart, ...]:
+        """Permit an engine to read the sequences from the later stages, and return where."""
+        ...
 
-    def permit(self, permission: Permission, sequences: Many[PermittedSequence]) -> tuple[KvPart, ...]: ...
-    def receive(self, state: SequenceKV, order: GroupOrder) -> Receipt: ...
+    def receive(self, state: SequenceKV, order: GroupOrder) -> Receipt:
+        """Order the later stages to receive their layers of a sequence (ADR 0094)."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -58,18 +58,22 @@ class Row:
 
 
 class Runner(Protocol):
-    """Runs forward passes.
-
-    - `forward` returns float32 logits after each row's last token: [rows, vocabulary].
-    - `forget`: no later row will use this adapter.
-    - `rewinds`: a state may be reused from an earlier token on.
-    """
+    """Runs forward passes."""
 
     @property
-    def rewinds(self) -> bool: ...
+    def rewinds(self) -> bool:
+        """True if a state may be reused from an earlier token on."""
+        ...
+
     def new_state(self) -> Any: ...
-    def forward(self, rows: Sequence[Row]) -> torch.Tensor: ...
-    def forget(self, adapter: LoraAdapter) -> None: ...
+
+    def forward(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Return float32 logits after each row's last token: [rows, vocabulary]."""
+        ...
+
+    def forget(self, adapter: LoraAdapter) -> None:
+        """Drop an adapter that no later row will use."""
+        ...
 
 
 class PackedRunner:

@@ -72,9 +72,12 @@ def mask_logits(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, token: int, top: int | None) -> Sampled:
-    """Return the token with its log-probability and the `top` best alternatives.
+    """Return the token with its log-probability and the best alternatives.
 
-    `top` None: no log-probabilities.
+    Args:
+        logits: Float32, [vocabulary].
+        token: The sampled token.
+        top: Number of alternatives; None: no log-probabilities.
     """
     if top is None:
         return Sampled(token)

@@ -23,13 +23,17 @@ class KvFrame:
 
 
 class KvConnection:
-    """A proven connection. One thread uses it at a time; another may close it."""
+    """An authenticated connection. One thread uses it at a time; another may close it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     def send(self, message: KvMessage, data: memoryview | bytes = b"") -> None:
-        """Raises `OSError`, or `TimeoutError` if the other side does not read."""
+        """Send a message and its data.
+
+        Raises:
+            OSError: The connection is lost; `TimeoutError` if the other side does not read.
+        """
         self._sock.settimeout(_SEND_WITHIN_S)
         self._sock.sendall(encode_head(KEYS_AND_VALUES, message, len(data)))
         if data:

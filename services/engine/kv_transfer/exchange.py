@@ -28,16 +28,26 @@ class Preparing(Transferring, Protocol):
 
 
 class Destination(Protocol):
-    """Receives keys and values: `KvDestination`, or that of a group.
+    """Receives keys and values: `KvDestination`, or that of a group."""
 
-    - `has_source`: more can be received for the sequences of this name.
-    - `receive` runs in a thread, and never raises. Without an offer it uses that of the last call.
-    - `forget` closes the connections for this name.
-    """
+    def has_source(self, name: str) -> bool:
+        """True if more can be received for the sequences of this name."""
+        ...
 
-    def has_source(self, name: str) -> bool: ...
-    def receive(self, transfer: Transfer, wanted: list[Wanted], offer: KvOffer | None) -> Received: ...
-    def forget(self, name: str) -> None: ...
+    def receive(self, transfer: Transfer, wanted: list[Wanted], offer: KvOffer | None) -> Received:
+        """Receive what the sequences lack, on the calling thread. Never raises.
+
+        Args:
+            transfer: The order.
+            wanted: Its sequences.
+            offer: The source; None: that of the last call for this name.
+        """
+        ...
+
+    def forget(self, name: str) -> None:
+        """Close the connections for this name."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -27,7 +27,8 @@ from shared.errors import ThawError
 
 log = logging.getLogger(__name__)
 _REPORTS_WITHIN_S = 60.0
-"""Later stages may need so much longer than the first one. A dead one ends the group earlier."""
+"""Seconds that later stages may need longer than the first one. A dead one ends the group earlier.
+"""
 
 
 @dataclass

@@ -247,7 +247,7 @@ class RequestReader:
         given = (body.model_extra or {}) | {name: getattr(body, name) for name in body.model_fields_set & FIELDS}
         wanted = read_output_format(given)
         if tools is not None and (tools.is_enforced or wanted is not None):
-            formats = [schema_format(tool.schema, "tools") for tool in tools.tools if tools.is_held(tool)]
+            formats = [schema_format(tool.schema, "tools") for tool in tools.tools if tools.is_constrained(tool)]
             limit_chars("".join(each.text for each in formats), "tools")
             for each in formats:
                 self._grammars.compile(each, flow)  # alone: a bad schema shows at its start

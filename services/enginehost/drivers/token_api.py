@@ -44,9 +44,10 @@ class EventTokens:
 class TokenApi(ABC):
     """Token ids in one server's API.
 
-    - `request_fields`: request fields that make the server report token ids.
-    - `blocking_fields`: request fields that make a response impossible to resume elsewhere, with
-      the reason.
+    Attributes:
+        request_fields: Request fields that make the server report token ids.
+        blocking_fields: Request fields that make a response impossible to resume elsewhere, with
+            the reason.
     """
 
     request_fields: ClassVar[Mapping[str, Any]]

@@ -36,7 +36,12 @@ class Docker:
         self._client = Client(Address(path=str(socket)))
 
     async def create(self, name: str, options: Mapping[str, Any]) -> str:
-        """Create a container (`options`: body of ContainerCreate); return its id."""
+        """Create a container and return its id.
+
+        Args:
+            name: Name of the container.
+            options: Body of the API's ContainerCreate.
+        """
         status, body = await self._ask(json_request(f"{_VERSION}/containers/create?name={quote(name)}", options))
         if status == 404:
             raise NoSuchImage(_message(body))

@@ -27,7 +27,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Another owner has the record; or `over`: it was cancelled or removed."""
+    """The migrator does not own the record any more.
+
+    Attributes:
+        over: The migration was cancelled, or its record removed; False: another owner has it.
+    """
 
     over: bool = False
 

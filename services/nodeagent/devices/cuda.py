@@ -27,7 +27,15 @@ class CudaDevice:
     def __init__(
         self, nvml: Any, index: int, share: float | None, budget_bytes: int | None, thread: DriverThread | None = None
     ) -> None:
-        """`thread`: makes NVML's calls; None: one of this device alone."""
+        """Open the device.
+
+        Args:
+            nvml: The module `pynvml`, initialised.
+            index: NVML's index of the device.
+            share: Part of its memory that is the budget, unless `budget_bytes` is set.
+            budget_bytes: The budget.
+            thread: Makes NVML's calls; None: one of this device alone.
+        """
         self._nvml = nvml
         self._thread = thread or DriverThread()
         self._id = f"cuda:{index}"

@@ -46,7 +46,8 @@ class ResumeCommand:
 class PauseAnswered:
     """The engine's answer to `PauseEngine`.
 
-    `error` None: it is idle and refuses new requests.
+    Attributes:
+        error: None: the engine is idle and refuses new requests.
     """
 
     instance_id: str
@@ -80,7 +81,8 @@ class SuspendFailed:
 class Resumed:
     """The instance is resumed and verified: health, tokens and memory.
 
-    `used_bytes`: device memory.
+    Attributes:
+        used_bytes: Device memory in use.
     """
 
     instance_id: str
@@ -89,7 +91,11 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Spilled:
-    """A snapshot was moved from host memory to swap, or not (`error`)."""
+    """A snapshot was moved from host memory to swap, or could not be moved.
+
+    Attributes:
+        error: Why it was not moved; None: it was.
+    """
 
     instance_id: str
     freed_bytes: int = 0
@@ -183,7 +189,11 @@ class EngineExited:
 
 @dataclass(frozen=True)
 class DrainAnswered:
-    """The engine's answer to `RequestDrain`. `error` None: it drains."""
+    """The engine's answer to `RequestDrain`.
+
+    Attributes:
+        error: None: the engine drains.
+    """
 
     instance_id: str
     only_if_idle: bool
@@ -217,8 +227,10 @@ class ReleaseFailed:
 class LoaderReported:
     """A status of the loader.
 
-    `loaded`: bytes fetched or loaded so far, by holder. `units`: by separate device. `traffic`:
-    loads on links, and weights on devices.
+    Attributes:
+        loaded: Bytes fetched or loaded so far, by holder.
+        units: Weights on separate devices, by device.
+        traffic: Loads on links, and weights on devices.
     """
 
     loaded: Mapping[str, int]
@@ -351,7 +363,10 @@ class Suspend:
 class Resume:
     """Resume and verify the engine.
 
-    Answered by `Resumed` or `ResumeFailed`. `way` None: it was only paused.
+    Answered by `Resumed` or `ResumeFailed`.
+
+    Attributes:
+        way: How it was suspended; None: it was only paused.
     """
 
     instance_id: str
@@ -435,7 +450,11 @@ class Forget:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply to a command. `error` None: done."""
+    """The reply to a command.
+
+    Attributes:
+        error: None: the command was executed.
+    """
 
     reply: int
     error: ErrorBody | None = None
@@ -445,8 +464,10 @@ class Reply:
 class Publish:
     """Publish the status.
 
-    Not `urgent`: only load, progress or a step of an attach, which may wait a little.
-    `is_awaited`: requests wait for it, so that it does not wait for other changes.
+    Attributes:
+        urgent: False: only load, progress or a step of an attach have changed. Such a status may
+            wait a little.
+        is_awaited: Requests wait for it, so that it does not wait for other changes.
     """
 
     urgent: bool = True

@@ -86,9 +86,17 @@ def cannot_move(instance: Instance, device_ids: tuple[str, ...]) -> str:
 def reserve_and_resume(
     transition: Transition, instance: Instance, wait_s: float, priority: int, device_ids: tuple[str, ...] = ()
 ) -> ErrorBody | None:
-    """Reserve memory and resume, or queue (None), or return the error.
+    """Reserve memory and resume, or queue the reservation.
 
-    `device_ids`: other devices to restore onto; none: those that it had.
+    Args:
+        transition: The decision.
+        instance: The suspended instance.
+        wait_s: Seconds that it may wait for memory.
+        priority: Of the reservation.
+        device_ids: Other devices to restore onto; none: those that it had.
+
+    Returns:
+        Why it cannot be resumed; None: it is being resumed, or waits.
     """
     need = max(instance.suspend_state.need_bytes, instance.suspend_state.left_bytes)
     devices = device_ids or instance.command.device_ids

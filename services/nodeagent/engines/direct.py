@@ -31,7 +31,14 @@ class DirectLauncher:
     """
 
     def __init__(self, module: str, specs: Path, name: str = "direct", spares: Spares | None = None) -> None:
-        """`spares`: spare hosts, used where one is available."""
+        """Create a launcher.
+
+        Args:
+            module: Module that an engine's process runs.
+            specs: Directory for the files that processes read at their start.
+            name: Its name in logs.
+            spares: Spare hosts, used where one is available.
+        """
         self._name = name
         self._module = module
         self._specs = specs

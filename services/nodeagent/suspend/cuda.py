@@ -149,7 +149,7 @@ class CudaBindings:
 
 
 def open_driver(nvml: Any | None) -> tuple[CheckpointDriver | None, str]:
-    """The driver's checkpoint calls, or the reason why there are none."""
+    """Return the driver's checkpoint calls, or the reason why there are none."""
     if nvml is None:
         return None, "there is no NVIDIA driver (NVML) on this node"
     try:
@@ -181,7 +181,15 @@ class CudaCheckpoint:
         memory_usage: MemoryUsage,
         gpus: tuple[Gpu, ...] = (),
     ) -> None:
-        """Create the method. `gpus`: the machine's, onto which snapshots may be restored."""
+        """Create the method.
+
+        Args:
+            driver: The checkpoint calls; None: there are none.
+            reason: Why there are none.
+            cgroups: The engines' control groups.
+            memory_usage: Reads the memory that engines use.
+            gpus: The machine's GPUs, onto which snapshots may be restored.
+        """
         self._driver = driver
         self._gpus = gpus
         self._reason = reason

@@ -35,7 +35,11 @@ _GIVEN_UP_AFTER_S = 1800.0
 
 @dataclass(slots=True)
 class _Node:
-    """`since`: the node's memory is charged, here or in the ledger, up to this time."""
+    """Charges for the memory of one node.
+
+    Attributes:
+        since: The memory is charged, here or in the ledger, up to this time.
+    """
 
     since: float
     boot_id: str = ""

@@ -189,7 +189,10 @@ class ChangeNodeRequested:
 class MigrationRequested:
     """Migrate requests of an instance.
 
-    `request_id` None: all its requests. Empty `node` and `device`: any destination.
+    Attributes:
+        request_id: None: all its requests.
+        node: Destination; empty: any.
+        device: Destination; empty: any of the node.
     """
 
     at: float

@@ -136,7 +136,13 @@ class Group:
     """The hosts of two ranks, on two nodes."""
 
     def __init__(self, hosts: Hosts, directory: Path, *options: str) -> None:
-        """Create a group. `options`: those of the engines (tests/support/fake_openai.py)."""
+        """Create a group.
+
+        Args:
+            hosts: The first node.
+            directory: For the engines' program.
+            options: Options of the engines (tests/support/fake_openai.py).
+        """
         self.nodes = (hosts, Hosts(hosts.mesh, f"{hosts.node}-b", hosts.nats_url, directory))
         self.instances: list[str] = []
         self._program = fake_program(directory, "vllm", *options)

@@ -82,7 +82,7 @@ Change = Callable[[Batch], Batch]
 
 
 def begin(batch: Batch, model: str, total: int, now: int) -> Batch:
-    """The input is valid: its requests may run."""
+    """Start the requests of a batch whose input is valid."""
     if batch.status not in ("validating", "cancelling"):
         return batch
     status: Status = "in_progress" if batch.status == "validating" else batch.status
@@ -90,7 +90,7 @@ def begin(batch: Batch, model: str, total: int, now: int) -> Batch:
 
 
 def fail(batch: Batch, errors: tuple[BatchError, ...], now: int) -> Batch:
-    """The input is not valid: none of its requests runs."""
+    """Fail a batch whose input is invalid: none of its requests runs."""
     if not batch.is_active:
         return batch
     return batch.model_copy(update={"status": "failed", "errors": errors, "failed_at": now})
@@ -102,19 +102,19 @@ def count(batch: Batch, completed: int, failed: int) -> Batch:
 
 
 def request_cancel(batch: Batch, now: int) -> Batch:
-    """The owner cancels the batch. One that has ended, or is about to, stays as it is."""
+    """Cancel the batch for its owner. A batch that has ended, or is about to, stays as it is."""
     if batch.status not in ("validating", "in_progress"):
         return batch
     return batch.model_copy(update={"status": "cancelling", "cancelling_at": now})
 
 
 def finalize(batch: Batch, now: int) -> Batch:
-    """All requests have ended: the batch is about to complete, and can no longer be cancelled."""
+    """Finalize a batch whose requests have all ended: it can no longer be cancelled."""
     return batch.model_copy(update={"status": "finalizing", "finalizing_at": now}) if batch.status == "in_progress" else batch
 
 
 def finish(batch: Batch, output_file_id: str | None, error_file_id: str | None, now: int) -> Batch:
-    """The files of the batch are ready.
+    """End a batch whose files are ready.
 
     A batch that is still in progress has run out of time, and one that is cancelling is cancelled.
     """

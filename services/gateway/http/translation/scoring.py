@@ -119,7 +119,7 @@ class Scoring(ABC):
 
 
 class Rerank(Scoring):
-    """The query is the first text."""
+    """A rerank request. The query is the first text."""
 
     def __init__(self, request: RerankRequest) -> None:
         documents = [d if isinstance(d, str) else d.text for d in request.documents]
@@ -140,7 +140,7 @@ class Rerank(Scoring):
 
 
 class Score(Scoring):
-    """The first side's texts, then the second's."""
+    """A score request. The texts are those of the first side, then those of the second."""
 
     def __init__(self, request: ScoreRequest) -> None:
         first, second = ([t] if isinstance(t, str) else list(t) for t in (request.text_1, request.text_2))

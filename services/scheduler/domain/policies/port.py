@@ -249,21 +249,30 @@ class Clear(Protocol):
 
 
 class Choose(Protocol):
-    """Returns the chosen option; None: wait.
+    """Chooses an option."""
 
-    `seed`: for random policies, a function of the plan.
-    """
+    def __call__(self, ask: Ask, options: Sequence[Option], seed: str) -> Option | None:
+        """Return the chosen option; None: wait.
 
-    def __call__(self, ask: Ask, options: Sequence[Option], seed: str) -> Option | None: ...
+        Args:
+            ask: The request for a placement.
+            options: The options.
+            seed: For random policies: a function of the plan.
+        """
+        ...
 
 
 class Keep(Protocol):
-    """Returns how long an idle instance stays, in seconds; -1: until evicted.
+    """Decides how long an idle instance stays."""
 
-    Args: its keep-alive setting, and the seconds that loading it took.
-    """
+    def __call__(self, keep_alive: float, load_s: float) -> float:
+        """Return the seconds that an idle instance stays; -1: until evicted.
 
-    def __call__(self, keep_alive: float, load_s: float) -> float: ...
+        Args:
+            keep_alive: The model's setting.
+            load_s: Seconds that loading it took.
+        """
+        ...
 
 
 class Scale(Protocol):

@@ -104,8 +104,10 @@ class Node:
 class Instance:
     """The believed and desired state of one instance.
 
-    `sent_at` None: a claim. Memory is promised to it, and its start (of a suspended instance: its
-    resumption) is sent once the nodeagent has reported the memory free.
+    Attributes:
+        sent_at: Time of the start command. None: the instance is a claim, to which memory is
+            promised. Its start (of a suspended instance: its resumption) is sent once the nodeagent
+            has reported the memory free.
     """
 
     instance_id: str

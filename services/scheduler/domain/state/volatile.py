@@ -18,7 +18,11 @@ from shared.contracts.node import InstanceStatus, NodeStatus
 
 @value(frozen=True, slots=True)
 class Presence:
-    """The last message of a nodeagent. `status` None: the database has the node, no message yet."""
+    """The last message of a nodeagent.
+
+    Attributes:
+        status: None: the database has the node, which has sent no message yet.
+    """
 
     node: str
     last_message_at: float

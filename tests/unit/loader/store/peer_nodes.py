@@ -13,7 +13,7 @@ from weights.store.units import PAGE_BYTES
 
 
 class Node:
-    """Two devices that share what they know, of 8 pages each. `peer`: pace of their link."""
+    """Two devices of 8 pages each, which copy units from each other."""
 
     one: SeparateDevice
     two: SeparateDevice

@@ -18,7 +18,12 @@ from shared.contracts.plans import PlanRecord
 
 
 class Streams:
-    """JetStream, which answers once `answers` is set; `fails`: not in time."""
+    """A fake JetStream.
+
+    Attributes:
+        answers: Delays answers until it is set.
+        fails: Answers are too late.
+    """
 
     def __init__(self) -> None:
         self.answers = asyncio.Event()

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 VARIABLE: Final = "THAW_HEALTH_FILE"
 PERIOD_S: Final = 5.0
 LEADER_PERIOD_S: Final = 15.0
-"""Of a scheduler's check, which asks for a view of the mesh. Both are below the age at which the
-container's check takes a report for too old.
+"""Period of a scheduler's check, which asks for a view of the mesh. Both periods are below the age
+at which the container's check takes a report for too old.
 """
 _WITHIN_S = 5.0
 _NOT_CONNECTED = "There is no connection to NATS"

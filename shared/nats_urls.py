@@ -1,4 +1,4 @@
-"""What the URLs of NATS servers say of a connection. Needs only the standard library."""
+"""Read the URLs of NATS servers. Needs only the standard library."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class LentMemory(Protocol):
     """A GPU's memory for lent pages. `add` is called on the lease's thread."""
 
     def add(self, pages: int) -> int:
-        """Allocate memory for more pages, and return for how many there is some."""
+        """Allocate memory for more pages; return the number of pages that got memory."""
         ...
 
 
@@ -130,7 +130,7 @@ class KvLease:
         self._lock = threading.Lock()
         self._claims: list[_Claim] = []
         self._descriptors: dict[str, int] = {}
-        """Of each file with claims. Locks of neighbouring pages merge within one descriptor."""
+        """Descriptors of files with claims. Locks of neighbouring pages merge within each one."""
         self._connection: socket.socket | None = None
         self._file = ""
         self._demand, self._turn, self._turn_pages = floor_pages, 0, 0

@@ -28,7 +28,7 @@ from weights.client import Weights, attach
 
 @dataclass
 class Taken:
-    """What an engine has taken.
+    """Statistics of the ranges that an engine has read.
 
     Attributes:
         nbytes: Bytes of the ranges that were read.

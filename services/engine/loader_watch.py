@@ -1,4 +1,4 @@
-"""What an engine learns from the statuses of its node's loader."""
+"""Watch the statuses of the node's loader for an engine."""
 
 from __future__ import annotations
 

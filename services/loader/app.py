@@ -63,8 +63,7 @@ _BETWEEN_STATUSES_S = 0.05
 """Changes within this interval share one status."""
 _SLOWEST_STATUSES_S = 0.5
 _STATUS_SHARE = 0.02
-"""Of its time, the most that a loader spends on statuses that are less than `_SLOWEST_STATUSES_S`
-apart.
+"""Maximum share of its time that a loader spends on statuses less than `_SLOWEST_STATUSES_S` apart.
 """
 
 

@@ -40,7 +40,7 @@ class Explainer:
 
         Raises:
             InvalidRequest: It names nothing to explain.
-            NotFound: What it names is unknown.
+            NotFound: The named model, plan or request is unknown.
         """
         if asked.about is not None:
             return await self._explain_subject(asked, asked.about)

@@ -25,7 +25,7 @@ Scope = Literal["inference", "read-only", "admin"]
 
 
 class KeyLimits(Frozen):
-    """What a key may use, over all gateways together. None: no limit.
+    """The limits of a key, over all gateways together. None: no limit.
 
     Attributes:
         models: Names of models, or patterns as of a shell (`qwen*`); empty: all models. Other
@@ -120,7 +120,7 @@ class RotateKey(Frozen):
 
 
 class KeySpending(Frozen):
-    """What a key with a budget has used of the present day and month (UTC)."""
+    """The usage of a key with a budget in the present day and month (UTC)."""
 
     day_tokens: int = 0
     month_tokens: int = 0

@@ -25,7 +25,7 @@ from pydantic import Field, TypeAdapter
 from shared.contracts.base import Frozen, Message
 
 KV_LAYOUT_VERSION = 1
-"""Of the bytes of a piece: for each layer [2, heads, tokens, head size], keys before values."""
+"""Layout of a piece's bytes: for each layer [2, heads, tokens, head size], keys before values."""
 
 
 class KvLayer(Frozen):

@@ -58,7 +58,7 @@ class ViewLatencies(Request):
 
 
 class LatenciesViewed(Message):
-    """What one gateway has of a model, the oldest minute first.
+    """One gateway's counts of a model, the oldest minute first.
 
     Minutes without a request are left out.
 

@@ -27,7 +27,7 @@ class GatewayPresent(Message):
 
 
 class LeaseLimits(Request):
-    """What a gateway has used of a key's limits since its start, and what it needs now.
+    """A gateway's usage of a key's limits since its start, and its present needs.
 
     The limits are those of the gateway's copy of the key. Needs are granted together or not at all.
 

@@ -282,14 +282,14 @@ class DeviceStatus(Frozen):
 
 
 class SwapSpace(Frozen):
-    """Of a node's host."""
+    """The swap space of a node's host."""
 
     total_bytes: int
     free_bytes: int
 
 
 class EndedEngine(Frozen):
-    """What an engine that has ended computed, by its last meters."""
+    """The last meters of an engine that has ended."""
 
     instance_id: str
     pid: int

@@ -30,7 +30,7 @@ class StartSimulation(Frozen):
 
 
 class SimulationOptions(Frozen):
-    """What a simulation may be started with.
+    """The options of a simulation.
 
     Attributes:
         installed: The gateway has the simulator.

@@ -32,7 +32,7 @@ Dimension = Literal["key", "model", "adapter", "hour", "day"]
 
 
 class Counts(Frozen):
-    """What requests used.
+    """The usage of requests.
 
     Attributes:
         requests: Finished requests that engines worked on.
@@ -201,7 +201,7 @@ class Period(Frozen):
 
 
 class Spent(KeySpending):
-    """What the ledger has of a key in the present day and month.
+    """The spending of a key in the present day and month, by the ledger.
 
     Tokens are those of prompts and completions. Device-seconds are those of computing and of cold
     starts, which contain clearing. Money is their cost, and that of starts, of
@@ -224,7 +224,7 @@ class ViewSpending(Request):
 
 
 class SpendingViewed(Message):
-    """What the ledger has of the keys that were asked for; keys without usage are left out.
+    """The spending of the requested keys, by the ledger; keys without usage are left out.
 
     Attributes:
         prices: The mesh's prices. Gateways price usage with them that the ledger does not have yet.

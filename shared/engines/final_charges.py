@@ -1,4 +1,4 @@
-"""What an engine had computed when its process ended."""
+"""The charges of an engine when its process ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What later stages and ranks of a group have in common: the first one has the requests."""
+"""The common part of later stages and ranks of a group: the first one has the requests."""
 
 from __future__ import annotations
 

@@ -82,9 +82,9 @@ class Mesh:
         )
         self._started = False
         self._declared: list[SubscribedResponder] = []
-        """Those that `start` will start."""
+        """Responders that `start` will start."""
         self._responders: set[SubscribedResponder] = set()
-        """Those that have a subscription."""
+        """Responders that have a subscription."""
 
     async def start(self) -> None:
         """Connect, without a time limit, and start every handler registered so far."""

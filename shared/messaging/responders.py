@@ -36,7 +36,7 @@ class Responder(Protocol):
 
 
 class Connection(Protocol):
-    """What a responder needs of a process's connection: see `Mesh`."""
+    """The part of a process's connection that a responder needs: see `Mesh`."""
 
     @property
     def nc(self) -> Client: ...

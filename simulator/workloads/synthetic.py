@@ -47,7 +47,7 @@ _POSITIVE = {
     "output_tokens": "--output-tokens",
 }
 AZURE_SIGMA = NormalDist().inv_cdf(0.996) - NormalDist().inv_cdf(0.186)
-"""Of log-normal rates, the 18.6 % most popular have 99.6 % of invocations (Shahrad et al., §3)."""
+"""Sigma of log-normal rates whose top 18.6 % have 99.6 % of invocations (Shahrad et al., §3)."""
 BASE_RUN = 4.0
 """Mean run length in the unchanged trace of Tangram §5.1; Thaw's assumption."""
 

@@ -16,7 +16,7 @@ from decimal import Decimal
 from shared.contracts.usage import HOURLY_HOURS, HOURS_PER_DAY, Dimension, UsageSum
 
 DIMENSIONS: tuple[Dimension, ...] = ("key", "model", "adapter", "hour")
-"""What the sums must be taken by."""
+"""The dimensions that the sums must be taken by."""
 COLUMNS = (
     "BilledCost",
     "BillingAccountId",

@@ -63,7 +63,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What changes before the next step.
+    """The changes before the next step.
 
     Attributes:
         first: Keys of the waiting sequences that are admitted first, in order; the others follow.

@@ -37,7 +37,7 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True)
 class Protocol(Generic[M]):
-    """What connections of one kind carry.
+    """The format of one kind of connections.
 
     Attributes:
         magic: The first two bytes of each frame.

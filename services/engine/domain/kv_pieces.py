@@ -74,7 +74,7 @@ def pull_tokens(layout: KvLayout) -> int:
 
 @dataclass(frozen=True)
 class KvIdentity:
-    """What keys and values depend on, apart from their tokens.
+    """The properties that keys and values depend on, apart from their tokens.
 
     Attributes:
         revision: Of the model's weights.

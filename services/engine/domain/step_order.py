@@ -49,7 +49,7 @@ _MAX_IDLE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one flow wants to have computed in one model.
+    """The work of one flow in one model.
 
     Args:
         lane: The model's instance.

@@ -1,4 +1,4 @@
-"""What the keys want to have computed in one model: the input of `domain.step_order`."""
+"""The work of each key in one model: the input of `domain.step_order`."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class KvBudget:
         """Return the key of the sequence that is not preempted.
 
         Args:
-            oldest: The oldest sequence, running or waiting, which it is unless the cache borrows.
+            oldest: The oldest sequence, running or waiting; protected unless the cache borrows.
         """
         if self._pages is not None:
             return self._pages.lease.protected

@@ -21,14 +21,15 @@ class Lender(Protocol):
 
 
 class PageMemory(Protocol):
-    """Memory that the engine has for each lent page, on a GPU.
+    """Memory that the engine has for each lent page, on a GPU."""
 
-    - `remove` releases the memory of pages that are about to be returned.
-    - `keep_for_others` has no memory for so many of the pages, as LoRA adapters have it.
-    """
+    def remove(self, pages: int) -> None:
+        """Release the memory of pages that are about to be returned."""
+        ...
 
-    def remove(self, pages: int) -> None: ...
-    def keep_for_others(self, pages: int) -> None: ...
+    def keep_for_others(self, pages: int) -> None:
+        """Leave so many of the pages without memory, because LoRA adapters use theirs."""
+        ...
 
 
 @dataclass

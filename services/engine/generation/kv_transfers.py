@@ -1,6 +1,6 @@
 """Reads and writes keys and values between two steps, for transfers between engines.
 
-All methods run on the computing thread (`Batcher.transfer`). What they return is a copy: no
+All methods run on the computing thread (`Batcher.transfer`). They return copies: no
 transfer keeps a sequence's memory from being freed or lent.
 """
 
@@ -40,7 +40,12 @@ class KvRunner(Protocol):
 
 @dataclass(frozen=True)
 class Permission:
-    """That of another engine to read a request's keys and values: a ticket, and its secret."""
+    """The permission of another engine to read a request's keys and values.
+
+    Attributes:
+        ticket: Names the permission.
+        secret: Proves that the reader has the ticket.
+    """
 
     request_id: str
     ticket: str

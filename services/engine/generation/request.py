@@ -13,7 +13,7 @@ from shared.contracts.inference import FairShare
 from shared.contracts.migration import RunningChoice
 
 NO_SHARE = FairShare()
-"""That of requests without a key."""
+"""The fair share of requests without a key."""
 
 
 @dataclass(frozen=True)

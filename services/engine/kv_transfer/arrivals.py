@@ -1,4 +1,4 @@
-"""What a destination asks the parts of an offer for, and the checks of what they send."""
+"""The ranges that a destination requests from the parts of an offer, and checks of the pieces."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class KvExchange:
     async def receive_rest(self, batcher: Preparing, request: GenerationRequest) -> None:
         """Receive the tokens that the source has generated since the last order.
 
-        What does not arrive in time is computed with the request.
+        Keys and values that do not arrive in time are computed with the request.
         """
         unfinished = [c for c in request.choices if c.resume_state is None or c.resume_state.unsent.finish_reason is None]
         sequences = [(*c.prompt, *(c.resume_state.tokens if c.resume_state is not None else ())) for c in unfinished]

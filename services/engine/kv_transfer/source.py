@@ -20,7 +20,7 @@ from shared.contracts.kv_transfer import KvLayout, KvOffer
 
 R = TypeVar("R")
 RETAIN_S = 5.0
-"""What a moved request leaves is kept for this long, for the engine that reads it."""
+"""Seconds that keys and values of a moved request are kept, for the engine that reads them."""
 
 
 class Transferring(Protocol):

@@ -119,7 +119,7 @@ class Attaching:
         return AttachedModel(bound, small, attached)
 
     async def end(self) -> None:
-        """End what still runs. Calling it again has no effect."""
+        """Cancel the tasks that still run. Calling it again has no effect."""
         tasks, self._tasks, self._index, self._complete = self._tasks, [], None, None
         await end(*tasks)
         for task in tasks:

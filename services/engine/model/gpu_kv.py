@@ -31,16 +31,19 @@ STRIDE_BYTES = PAGE_BYTES // BLOCK_TOKENS
 
 
 class Gpu(Protocol):
-    """The GPU that the engine computes on.
+    """The GPU that the engine computes on."""
 
-    - `use` makes it current in this thread.
-    - `see` returns memory as bytes. At the first address there is memory.
-    - `synchronize` waits for all work that this thread has issued.
-    """
+    def use(self) -> AbstractContextManager[tuple[VirtualMemory, torch.device]]:
+        """Make it current in this thread, within the block."""
+        ...
 
-    def use(self) -> AbstractContextManager[tuple[VirtualMemory, torch.device]]: ...
-    def see(self, address: int, nbytes: int, device: torch.device) -> torch.Tensor: ...
-    def synchronize(self) -> None: ...
+    def see(self, address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return a range of addresses as bytes. The first address must have memory."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all work that this thread has issued."""
+        ...
 
 
 class TorchGpu:
@@ -150,7 +153,7 @@ class GpuKvMemory:
     # -- pages -------------------------------------------------------------------------------------
 
     def add(self, pages: int) -> int:
-        """Allocate memory for more lent pages, and return for how many there is some."""
+        """Allocate memory for more lent pages; return the number of pages that got memory."""
         with self._lock:
             self._lent += pages
             missing = self._count_missing()
@@ -170,7 +173,7 @@ class GpuKvMemory:
             log.warning("sequences have more memory than the KV cache has pages", extra={"pages": left})
 
     def keep_for_others(self, pages: int) -> None:
-        """Have no memory for so many of the lent pages, as LoRA adapters have it."""
+        """Leave so many of the lent pages without memory, because LoRA adapters use theirs."""
         with self._lock:
             has_changed, self._for_others = pages != self._for_others, pages
             missing = self._count_missing() if has_changed else 0

@@ -38,7 +38,7 @@ def open_units(handle: GpuUnitsHandle, path: Path, instance_id: str, weights_id:
         handle: The loader's answer.
         path: The loader's socket.
         instance_id: The holder of the weights.
-        weights_id: What it holds.
+        weights_id: The weights that it holds.
 
     Raises:
         ThawError: The loader's refusal, or the driver's.
@@ -72,7 +72,7 @@ class ArrivingUnits:
             layout: Of a GPU.
             path: The loader's socket.
             instance_id: The holder of the weights.
-            weights_id: What it holds.
+            weights_id: The weights that it holds.
 
         Raises:
             ThawError: The driver's error.

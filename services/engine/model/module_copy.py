@@ -19,7 +19,7 @@ _PROTOCOL = (
     *("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
     *("__getnewargs__", "__getnewargs_ex__", "__slots__"),
 )
-"""What a class defines to be copied in another way."""
+"""Methods and attributes by which a class defines its own way to be copied."""
 M = TypeVar("M", bound=nn.Module)
 _CONSTANTS = frozenset(
     {NoneType, bool, int, float, complex, str, bytes, type, FunctionType, BuiltinFunctionType, torch.dtype, torch.device}

@@ -38,7 +38,7 @@ class Frame:
 
 
 class Connection:
-    """What both directions share. The first failure is passed to `on_lost`, once."""
+    """The common part of both directions. The first failure is passed to `on_lost`, once."""
 
     def __init__(self, sock: socket.socket, peer: str, on_lost: Callable[[str], None]) -> None:
         self._sock, self._peer, self._on_lost = sock, peer, on_lost

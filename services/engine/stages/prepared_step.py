@@ -52,7 +52,7 @@ class _SurroundingModules:
 
 @dataclass
 class _Recording:
-    """What a forward pass without layers has called."""
+    """The calls of a forward pass without layers."""
 
     calls: list[_Call]
     passed: list[torch.Tensor]

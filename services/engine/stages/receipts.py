@@ -17,7 +17,7 @@ class StageReceipt:
         """Create it.
 
         Args:
-            order: What was ordered.
+            order: The order.
             stages: Later stages, each of which reports once.
             stop: Orders them to end the transfer.
         """

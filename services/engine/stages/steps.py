@@ -1,4 +1,4 @@
-"""What a stage behind the first one does with the frames that it gets."""
+"""Process the frames that a stage behind the first one receives."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class BatchStore:
     async def change(self, owner: str, change: Callable[[OwnerState], OwnerState]) -> OwnerState:
         """Replace the record of a key; returns the new one.
 
-        The content of files that are no longer in it is removed. What `change` raises is raised.
+        The content of files that are no longer in it is removed. Raises the exceptions of `change`.
 
         Raises:
             StoreFull: There is no room for the record.

@@ -30,7 +30,7 @@ ASK_INTERVAL_S = 2.0
 _RESERVED_RETRY_MS = 1_000
 _HOUR_S = 3600
 _NOTHING, _UNUSED = Used(), Spent()
-"""Of keys without active requests, and without usage in the ledger. They are never changed."""
+"""Values of keys without active requests, and without usage in the ledger. Never changed."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class ReservedBudget:
 
 
 class BudgetKeeper:
-    """What the keys with budgets have spent, as this gateway knows it."""
+    """This gateway's copy of the spending of keys with budgets."""
 
     def __init__(self, mesh: Mesh, keys: KeyStore, unreported: Unreported, reporting: asyncio.Lock) -> None:
         """Keep the budgets of `keys`.
@@ -92,7 +92,7 @@ class BudgetKeeper:
             tokens: Estimate of its prompt and completion tokens.
 
         Returns:
-            What was reserved; the caller releases it when the request has ended.
+            The reservation, which the caller releases when the request has ended.
 
         Raises:
             InsufficientQuota: The key has used a budget.

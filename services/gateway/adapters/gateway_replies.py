@@ -28,7 +28,7 @@ async def collect_replies(mesh: Mesh, subject: str, query: Request, own: _R) -> 
 
     Args:
         subject: Every gateway subscribes to it.
-        own: What this gateway replies.
+        own: The reply of this gateway.
     """
     found = {own.gateway: own}
     try:

@@ -47,9 +47,9 @@ class UsageMeter:
 
     Attributes:
         dropped: Records that could not be written.
-        unreported: What keys with budgets used and the ledger may not have.
+        unreported: Usage of keys with budgets that the ledger may not have.
         reporting: Held while a report is on its way.
-        unresolved: What requests of ended gateways used, recorded by others or by none. `record` or
+        unresolved: Usage of requests of ended gateways, recorded by others or by none. `record` or
             `end` each of them.
     """
 

@@ -1,6 +1,6 @@
 """Outlines of bodies that exceed a message: what the gateway has to read of them.
 
-A body is fed in order, in parts of any size. What an outline leaves out is long and opaque: the
+A body is fed in order, in parts of any size. An outline leaves out long and opaque parts: the
 contents of a form's files, and base64 in JSON. Both outlines are pure.
 """
 
@@ -58,7 +58,7 @@ class JsonOutline:
         self._names = HeldBody(gateway_id="", body_id="", size_bytes=1, marker=marker)
         self._rest = bytearray()
         self._offset = 0
-        """Of the cell in the body."""
+        """Position of the cell in the body."""
         self._in_piece = False
 
     def feed(self, data: bytes) -> None:

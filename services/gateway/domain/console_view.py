@@ -1,4 +1,4 @@
-"""What the console's pages show, as flat records, and the difference of two such views.
+"""The contents of the console's pages as flat records, and the difference of two such views.
 
 A view has sections (models, nodes, devices, instances, pulls); a section has one record for each
 id. A change of one record is sent as this record; everything else stays as the page has it.

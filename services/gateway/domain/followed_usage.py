@@ -1,4 +1,4 @@
-"""What a followed response used, in case its owner and this gateway end before it is recorded.
+"""The usage of a followed response, in case its owner and this gateway end before it is recorded.
 
 A follower gives its client the whole response of another gateway, which records it. Before that it
 appends a line to its spool, and a line once the key has ended. The gateway that adopts the spool

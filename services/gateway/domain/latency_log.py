@@ -28,7 +28,7 @@ from shared.percentiles import nearest_rank
 MAX_ENTRIES = 200_000
 """Bins and phases of all models and minutes together; beyond it the oldest minutes are dropped."""
 _ENTRIES_OF_MINUTE = 8
-"""What a minute of a model takes besides, in memory of so many entries."""
+"""Fixed memory of a minute of a model, as a number of entries."""
 _MINUTE_S = 60
 
 
@@ -152,7 +152,7 @@ class LatencyLog:
         return self._since, found
 
     def _expire(self, minute: int) -> None:
-        """Drop what is older than an hour."""
+        """Drop minutes that are older than an hour."""
         while self._minutes and next(iter(self._minutes))[0] < minute - HISTORY_MINUTES:
             self._drop_oldest()
 
@@ -163,7 +163,7 @@ class LatencyLog:
 
 
 def summarize_history(model: str, views: Sequence[LatenciesViewed], minute: int, step: int) -> LatencyHistory:
-    """Add up what gateways have of a model.
+    """Add up the gateways' counts of a model.
 
     Args:
         views: One for each gateway.

@@ -1,4 +1,4 @@
-"""What DELETE of a path below `/admin/v1/models` that ends with "/pull" means."""
+"""The meaning of DELETE for a path below `/admin/v1/models` that ends with "/pull"."""
 
 from __future__ import annotations
 

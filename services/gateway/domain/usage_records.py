@@ -12,19 +12,19 @@ from pydantic_core import from_json, to_json
 from shared.contracts.usage import MAX_HOUR, MAX_NAME_CHARACTERS
 
 _MAX_TOKENS = 1 << 31
-"""Of one request; the sums of a report stay far below `MAX_COUNT`."""
+"""Maximum of one request. The sums of a report stay far below `MAX_COUNT`."""
 
 _MAX_KIND_CHARACTERS = 20
 _MAX_DEVICES = 10_000
 _MAX_COMPUTE_US = 1 << 42
-"""Of one request: 50 days of a device."""
+"""Maximum of one request: 50 days of a device."""
 _CHECKED_NAMES = 4_096
 """Names that were checked recently: lines repeat them."""
 
 
 @dataclass(slots=True)
 class UsageRecord:
-    """What one request used; fields as in `UsageRow` and `ColdWait`.
+    """The usage of one request, with fields as in `UsageRow` and `ColdWait`.
 
     Not frozen: to create a frozen one takes eight times as long, and each request needs two.
 

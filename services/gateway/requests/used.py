@@ -1,4 +1,4 @@
-"""What a finished request used, for the ledger."""
+"""The usage of a finished request, for the ledger."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _Attributes = dict[str, AttributeValue]
 
 @dataclass(slots=True)
 class _Sums:
-    """What one key used of one model since the gateway started."""
+    """The usage of one model by one key since the gateway started."""
 
     requests: int = 0
     cold_requests: int = 0

@@ -1,4 +1,4 @@
-"""What a migrator has learned from earlier migrations, for the next one."""
+"""Speeds that a migrator has learned from earlier migrations, for the next one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from services.migrator.domain.rounds import UNKNOWN_LINK, Speed
 from shared.contracts.migration import MigrationRecord
 
 SPEEDS_KEPT = 1_000
-"""Of each kind; the one that was learned the longest ago is dropped."""
+"""Maximum number of each kind; the one that was learned the longest ago is dropped."""
 
 
 class LearnedSpeeds:

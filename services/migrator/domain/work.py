@@ -68,7 +68,7 @@ class Job:
     rounds: int = 0
     round_began: float = 0.0
     result: ResumePrepared = NOTHING
-    """Of the last round."""
+    """Result of the last round."""
     read_at: float = 0.0
     rate: float = 0.0
     asked_prepare: bool = False

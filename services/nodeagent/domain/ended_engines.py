@@ -11,11 +11,11 @@ from services.nodeagent.domain.state import Ended, Instance
 from shared.contracts.node import EndedEngine
 
 SHOWN_S = 4.0
-"""Seconds that every whole status has them: several do, in case one is lost."""
+"""Seconds that every whole status lists an ended engine: several do, in case one is lost."""
 KEPT_S = 600.0
-"""Seconds that they are kept: a mesh without a scheduler for longer has other worries."""
+"""Seconds that ended engines are kept: long enough for a scheduler to be started again."""
 KEPT = 256
-"""Of them at most, so that a status stays small."""
+"""Maximum number of ended engines, so that a status stays small."""
 
 
 def add_ended(known: tuple[Ended, ...], instance: Instance, now: float) -> tuple[Ended, ...]:

@@ -24,7 +24,7 @@ _GPU = "gpu"
 
 
 class DeviceLoad(NamedTuple):
-    """What a device does at the moment of the decision.
+    """The load of a device at the moment of the decision.
 
     Attributes:
         device_id: The device.
@@ -133,7 +133,7 @@ def _mean(mean: float | None, newest: float) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the loader reports of a node's devices.
+    """The loader's report of a node's devices.
 
     Attributes:
         loads: Loads that copy to each device, from the links `bus:DEVICE`.

@@ -245,7 +245,7 @@ class NodeState:
     traffic: Traffic = Traffic()
     """The latest report of the loader's links and of whole weights on devices."""
     start_times: Mapping[str, StartTimes] = field(default_factory=dict)
-    """Of attaches with and without loads beside them, by model."""
+    """Times of attaches with and without loads beside them, by model."""
     ended_engines: tuple[Ended, ...] = ()
     spills: bool = False
     """True if snapshots in host memory can be written to swap."""

@@ -65,7 +65,7 @@ class Catalog:
         self._cards: dict[str, ModelCard] = {}
         """The cards that the bucket is to have, by model."""
         self._unwritten: dict[str, ModelCard] = {}
-        """Those of them that it lacks: being written, or without room."""
+        """Cards that the bucket lacks: being written, or without room."""
 
     async def put(self, card: ModelCard) -> None:
         """Write a card.

@@ -23,7 +23,7 @@ LEADER_LOCK = 0x7468_6177_0002
 NEWEST_REVISION = "0016"
 """The newest schema in `migrations/versions`."""
 DATABASE_ERRORS = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError)
-"""What a statement raises. SQLAlchemy does not wrap errors of connecting (`open_connection`)."""
+"""Errors of a statement. SQLAlchemy does not wrap those of connecting (`open_connection`)."""
 _MIGRATIONS = Path(__file__).parent.parent / "migrations"
 
 

@@ -1,4 +1,4 @@
-"""What keys have spent in the present day and month, beside the ledger.
+"""The spending of keys in the present day and month, beside the ledger.
 
 The sums are read from Postgres once in each day and term. Each report that is recorded is added to
 them, so that a gateway's question costs no query. Shares of cold starts change with each request

@@ -31,7 +31,7 @@ _UPSERT = _UPSERT.on_conflict_do_update(
     },
 )
 _TEMPLATES_KEPT_S = 30 * 86_400
-"""What was learned of a template key is kept for this time after its last start."""
+"""Seconds that learned parameters of a template key are kept after its last start."""
 _FORGET_UNKNOWN = (
     text(f"DELETE FROM parameters WHERE (model <> '' AND NOT starts_with(model, '{TEMPLATE_PREFIX}') "
          "AND model NOT IN (SELECT name FROM models)) OR (node <> '' AND node NOT IN (SELECT name FROM nodes)) "

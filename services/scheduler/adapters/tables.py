@@ -150,7 +150,7 @@ usage = Table(
     Column("compute_cpu_us", BigInteger, nullable=False, server_default="0"),
     Column("compute_cuda_us", BigInteger, nullable=False, server_default="0"),
 )
-"""What requests used, by the hour of their end."""
+"""Usage of requests, by the hour of their end."""
 cold_waits = Table(
     "cold_waits",
     metadata,
@@ -182,8 +182,8 @@ displacements = Table(
     Index("displacements_by_payer", "payer"),
     Index("displacements_by_hour", "hour"),
 )
-"""What starts took from others. The requests that waited for the plan `payer` share it; without
-such requests `key` pays, the owner of the payer's model.
+"""Costs that starts caused to others. The requests that waited for the plan `payer` share them;
+without such requests `key` pays, the owner of the payer's model.
 """
 start_phases = Table(
     "start_phases",
@@ -246,7 +246,7 @@ background_readings = Table(
     Column("us", BigInteger, nullable=False),
     Column("hour", Integer, nullable=False),
 )
-"""What the engines' meters of such time showed last, and those of time charged to requests."""
+"""Latest readings of the engines' meters of such time, and of time charged to requests."""
 device_accounts = Table(
     "device_accounts",
     metadata,

@@ -1,4 +1,4 @@
-"""What queries of the ledger select and group by."""
+"""The columns that queries of the ledger select and group by."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ CHARGED = "(charged)"
 
 @dataclass(frozen=True, slots=True)
 class BackgroundReading:
-    """What an engine's meter of such time shows.
+    """A reading of an engine's meter of such time.
 
     Attributes:
         engine: Id of the instance, and of the process: an instance may get another one.

@@ -71,7 +71,7 @@ def retry_delay_s(status: int, failures: int, retry_after_s: float | None) -> fl
     Args:
         status: HTTP status of the response.
         failures: Responses so far, this one included.
-        retry_after_s: What the response asks for.
+        retry_after_s: The response's `retry-after` in seconds.
     """
     if status < 500 and status not in _RETRIED:
         return None

@@ -7,7 +7,7 @@ from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, Em
 _ASSUMED_COMPLETION = 256
 """Completion tokens of a request that does not limit them, as its size is predicted."""
 _BYTES_PER_TOKEN = 4
-"""Of English text in common vocabularies. What differs is corrected when the request ends."""
+"""Usual for English text in common vocabularies. The end of a request corrects its estimate."""
 
 
 def estimate_tokens(request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest | OtherRequest, body_bytes: int) -> float:

@@ -1,4 +1,4 @@
-"""What a key may use over all gateways: the state of the gateway that owns the key.
+"""The limits of a key over all gateways: the state of the gateway that owns the key.
 
 1. Requests and tokens come from one token bucket each. A lease adds to what its gateway may use in
    all since its start (`granted`); the gateway reports what it has used in all. Both are running

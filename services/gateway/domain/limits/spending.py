@@ -48,7 +48,7 @@ _Sums = dict[str, Used]
 
 @dataclass(slots=True)
 class Unreported:
-    """What requests of this gateway used and the ledger's sums may not have, by key."""
+    """Usage of this gateway's requests that the ledger's sums may not have, by key."""
 
     _open: _Sums = field(default_factory=dict)
     _closed: list[tuple[int, _Sums]] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Exhausted:
 
     Attributes:
         budget: Its size.
-        unit: What it counts; None: money.
+        unit: The unit of the budget; None: money.
         ends_at: The hour since 1970 at which its period ends.
         is_reserved: Only with the active requests, which may use less.
     """
@@ -150,7 +150,7 @@ def find_exhausted(limits: KeyLimits, spent: Spent, unreported: Used, reserved: 
     """Return the budget that the key has used, the longest period first; None if it has some left.
 
     Args:
-        spent: What the ledger has of `period`.
+        spent: The ledger's sums of `period`.
         reserved: Estimates of the active requests.
     """
     if not _is_any_exhausted(limits, spent, unreported, reserved):

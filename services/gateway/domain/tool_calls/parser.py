@@ -50,8 +50,8 @@ class ToolCallParser:
 class FramedParser:
     """Reads calls that are marked in the text, or that are all of it.
 
-    What turns out to be no call becomes content, as it was written. White space before calls, and
-    within their frames, is dropped.
+    Text that turns out to be no call becomes content, as it was written. White space before calls,
+    and within their frames, is dropped.
     """
 
     def __init__(self, family: Family, tools: Tools, out: Pieces) -> None:
@@ -70,9 +70,9 @@ class FramedParser:
         self._state: Callable[[str], None] = self._at_start if family.is_anchored else self._in_text
         self._white = ""
         self._held: list[str] = []
-        """What may be a call, until that is known."""
+        """Text that may be a call, until that is known."""
         self._is_optional = False
-        """What is held follows a call, and is no content if the response ends there."""
+        """True: the held text follows a call, and is no content if the response ends there."""
         self._steps: list[str] = []
         """Markers that are expected before the call."""
         self._marker = ""
@@ -167,7 +167,7 @@ class FramedParser:
         return NamedReader(style, self._tools)
 
     def _give_up(self, char: str) -> None:
-        """What was held is content; `char` may begin a call."""
+        """Output the held text as content. `char` may begin a call."""
         self._out.add_text(self._white + "".join(self._held))
         self._white, self._held, self._reader = "", [], None
         self._state = self._in_text

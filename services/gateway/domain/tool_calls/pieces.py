@@ -1,4 +1,4 @@
-"""What a parser of tool calls makes of a response's text."""
+"""The output of a parser of tool calls: the pieces of a response's text."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class CallResponse:
 
     @property
     def retry_after_s(self) -> float | None:
-        """What the response asks for, in seconds."""
+        """The response's `retry-after` in seconds; None: it has none."""
         value = self.headers.get("retry-after", "")
         return float(value) if value.isdigit() else None
 

@@ -21,7 +21,7 @@ def _file_id(batch_id: str, kind: str) -> str:
 
 
 class Results:
-    """What is stored of the results of one batch."""
+    """The stored results of one batch."""
 
     def __init__(self, files: FileStore, owner: str, batch_id: str, max_bytes: int) -> None:
         self._files = files

@@ -1,4 +1,4 @@
-"""What the feeds of the console read: the scheduler's view, active requests, and traces."""
+"""The sources of the console's feeds: the scheduler's view, active requests, and traces."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _COMMANDS = {
     "push": "Thaw publishes no models",
     "blobs/{digest:path}": "Register the model with `thaw models add NAME SOURCE`, where SOURCE has its files",
 }
-"""What does the work of Ollama's routes for the management of models."""
+"""Thaw's counterparts of Ollama's routes for the management of models."""
 
 
 class OllamaInference(Inference):

@@ -47,7 +47,7 @@ class LargeBodyLimits:
         body_bytes: Maximum bytes of the body.
         message_bytes: Maximum bytes of its outline, which goes to the engine in a message.
         timeout_s: Time that the body may take.
-        left_s: What is left of it.
+        left_s: The time that is left of it.
     """
 
     body_bytes: int

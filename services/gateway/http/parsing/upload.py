@@ -28,7 +28,7 @@ _ENVELOPE_BYTES = 64 * 1024
 
 
 class Upload:
-    """What is known of an upload once it is complete.
+    """The fields and the file of a complete upload.
 
     Attributes:
         fields: The fields that are not files; the last of equal names counts.

@@ -19,7 +19,7 @@ _READ_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """What a request says of its tools.
+    """The tools of a request.
 
     Attributes:
         tools: The schemas of the tools' arguments, by name.

@@ -1,4 +1,4 @@
-"""What a request used, for its client: the header `x-thaw-usage`, or a comment in a stream."""
+"""The usage of a request, for its client: the header `x-thaw-usage`, or a comment in a stream."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ Kind = Literal["chat", "generate", "embed", "embeddings"]
 
 @dataclass(frozen=True)
 class OllamaReply:
-    """What the translation of a response needs to know of its request.
+    """The facts of a request that the translation of its response needs.
 
     Attributes:
         model: The model's name as the client wrote it.

@@ -23,7 +23,7 @@ from shared.compact_json import encode_json
 
 _PREFILL = re.compile(r"\bprefill;dur=([0-9.]+)")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError)
-"""What translating a malformed response raises."""
+"""Exceptions of translating a malformed response."""
 _MALFORMED_TEXT = "The engine sent a malformed response"
 _DONE_REASONS = {"tool_calls": "stop", "function_call": "stop"}
 """Ollama ends a message with tool calls like any other."""
@@ -115,7 +115,7 @@ class OllamaTranslator:
     """Translate one response.
 
     Args:
-        reply: What the request asked for.
+        reply: The facts of the request.
         started_at: Arrival of the request, on the monotonic clock.
     """
 
@@ -141,7 +141,7 @@ class OllamaTranslator:
     # Streams.
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Translate the next bytes of an event stream. What follows its end is dropped."""
+        """Translate the next bytes of an event stream. Bytes after its end are dropped."""
         out = bytearray()
         try:
             for decoded in self._decoder.feed(data):

@@ -57,7 +57,7 @@ no request uses soon, however long the restart takes.
 FORGET_S = 60.0
 """Greater differences of tags are forgotten if no model has waited for room for this long."""
 MAX_SHARES = 1024
-"""Of more tags, the smallest ones of keys without waiting requests are forgotten."""
+"""Maximum number of tags. Beyond it the smallest of keys without waiting requests are dropped."""
 _LONGEST_S = 1.0
 """At most this much time is charged at once: the scheduler may have paused."""
 

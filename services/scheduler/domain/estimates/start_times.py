@@ -320,7 +320,7 @@ class Forecast:
     ) -> _Loading:
         """Add the phases of a load to a separate device: (S - S')/B (Tangram 4.4).
 
-        What the device lacks is copied to it while the loader reads from the source, so that the
+        Missing bytes are copied to the device while the loader reads from the source, so that the
         slower of both counts. What other devices have (`peers`) is copied from there at the same
         time (Torpor 4.3).
         """

@@ -43,7 +43,7 @@ from shared.contracts.node import RESERVATION, InstanceState, InstanceStatus, No
 from shared.errors import EngineFailed, InsufficientMemory, ThawError
 
 _BEFORE_READY = (InstanceState.PREPARING, InstanceState.LOADING)
-"""Of starts: the node's report of the device is followed. A resumption has promised devices."""
+"""States in which a start takes the device that its node reports. A resume keeps its devices."""
 
 
 def apply_node_status(tx: Transaction, status: NodeStatus, changed: frozenset[str] | None = None) -> None:

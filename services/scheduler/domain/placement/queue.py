@@ -21,11 +21,11 @@ AT_ONCE = 16
 """At most this many placements are ordered by regret."""
 
 EXAMINED = 64
-"""Of more models that wait for room, one decision places the first half of this many, and as many
-of the others.
+"""Most models that wait for room and that one decision places: half of this number are the first in
+the queue, the other half take turns.
 """
 _TURNS_PER_S = 4
-"""As many as Ticks."""
+"""One for each `Tick`."""
 
 
 def scale_up_queue(tx: Transaction, names: Iterable[str]) -> list[ScaleUp]:

@@ -20,7 +20,7 @@ from shared.contracts.node import InstanceState
 
 @value(frozen=True, slots=True)
 class _Terms:
-    """What of a request decides which serving instances may leave for it."""
+    """The properties of a request that decide which serving instances may leave for it."""
 
     is_extra: bool
     standing: Standing | None

@@ -61,7 +61,7 @@ NOISE_S = 0.05
 
 @value(frozen=True, slots=True)
 class _Terms:
-    """What of a request the description of residents depends on."""
+    """The properties of a request that the description of residents depends on."""
 
     may_preempt: bool
     is_extra: bool

@@ -91,7 +91,7 @@ def _loss(r: Resident) -> float:
     """Return the expected cost of eviction in seconds (Tangram, Eq. 2).
 
     A start for parking costs nothing, nor does one of several replicas (Torpor §5.3: one replica
-    per model while memory is full). What counts is the delay of its requests, not the load time: 0
+    per model while memory is full). The delay of its requests counts, not the load time: 0
     if they execute while the bytes arrive (a light model of Torpor's). All requests that arrive
     until the model is back are delayed, so that a popular model costs more than a rare one even if
     both are certain to be used.

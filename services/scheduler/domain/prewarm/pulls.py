@@ -310,7 +310,7 @@ def _advance(tx: Transaction, pull: Pull) -> None:
 def _has_reported(state: ClusterState, loader: LoaderPresence) -> bool:
     """True if the loader has reported in this term.
 
-    What is stored of a loader is older than its first message in this term, and incomplete.
+    The stored status of a loader is older than its first message in this term, and incomplete.
     """
     return loader.last_message_at > state.recovered_at
 

@@ -131,7 +131,7 @@ class Instance:
     trigger: str = "demand"
     traceparent: str | None = None
     stages: int = 1
-    """Of a group on several nodes, of which this is the first one; 1: all is on `device_ids`."""
+    """Stages of a group on several nodes, of which this is the first; 1: all is on `device_ids`."""
 
     @property
     def key(self) -> str:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 TOKENS_PER_EPOCH = 2**32
 MAX_KEY = "\U0010ffff"
 _RECORDS: tuple[type[Entity], ...] = (PlanRecord, Unschedulable)
-"""What is noted about a model that waits; no placement depends on it."""
+"""Records about models that wait; no placement depends on them."""
 
 
 @dataclass

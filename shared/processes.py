@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 MARK_VARIABLE = "THAW_INSTANCE"
-"""In the environment of an engine's processes: who forgets its parent is still known by it."""
+"""Environment variable of an engine's processes, which also identifies orphans."""
 _POLL_S = 0.01
 
 

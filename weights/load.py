@@ -126,7 +126,7 @@ def _cover_pool(pool: PoolMemory, total_bytes: int) -> Region:
 
 
 def read_all(filling: Filling, reader: PieceReader, threads: int) -> ReadStats:
-    """Over a link of its own. Raises what `Filling.run` raises."""
+    """Read all pieces over a link of their own. Raises the errors of `Filling.run`."""
     link = Link("read", threads)
     try:
         filling.run(reader, link)

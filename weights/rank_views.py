@@ -75,7 +75,7 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a view's elements are."""
+    """The place of a view's elements."""
 
     tensor: torch.Tensor
     cut: TensorCut | None

@@ -131,7 +131,7 @@ def source_of(model: str, revision: str | None) -> str:
 
 @contextmanager
 def weights(source: str, socket: str | None) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Each tensor of a model, as soon as it is whole; they are read from now on.
+    """Start to read a model, and yield each tensor as soon as it is complete.
 
     Raises `ThawError`.
 

@@ -23,7 +23,7 @@ _KEYS_TIMEOUT_S = 2.0
 
 
 class Readiness:
-    """Whether requests are accepted, and how they wait for what they need.
+    """The readiness of the gateway. Requests wait for the copies that they need.
 
     Attributes:
         has_joined: The gateway's tasks run on a connected mesh.

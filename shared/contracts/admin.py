@@ -145,7 +145,7 @@ class PullModel(Request):
 
 
 class ModelPulled(Message):
-    """Where the weights are now.
+    """The place of the weights after a pull.
 
     Attributes:
         tiers: All tiers of the node that have them.

@@ -39,7 +39,7 @@ class AdapterInfo(Frozen):
         return next((r for name, r in self.rank_pattern.items() if _is_or_ends(module, name)), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """By what the product of the module's pair is multiplied."""
+        """Return the factor of the product of the module's pair."""
         alpha = next((a for name, a in self.alpha_pattern.items() if _is_or_ends(module, name)), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)

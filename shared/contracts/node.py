@@ -21,8 +21,8 @@ from shared.contracts.states import InstanceState as InstanceState
 
 STATUS_INTERVAL_S = 1.0
 NODE_LOST_AFTER_S = 5.0
-"""Without a status for this long a node's instances are taken for gone by the scheduler (gateways
-learn sooner: no responders).
+"""Seconds without a status after which the scheduler counts a node's instances as lost. (Gateways
+notice sooner: no responders.)
 """
 
 

@@ -22,7 +22,7 @@ from shared.messaging.mesh import Mesh
 log = logging.getLogger(__name__)
 _CHECK_S = 10.0
 _CLUSTER_CHECK_S = 2.0
-"""The same with replicas: the consumer may be lost with a server that is not the client's."""
+"""`_CHECK_S` with replicas: the consumer may be lost with a server other than the client's."""
 _NEXT_S = 5.0
 _RETRY_S = 0.3
 _WRONG_LAST_SEQUENCE = (10071, 10164)

@@ -39,7 +39,7 @@ _TOKENS = 32
 _TRACE_WITHIN_S = 5.0
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _done: Any = None
-"""In a worker: the part done of each model, shared with the parent."""
+"""The completed part of each model, which a worker shares with its parent."""
 
 
 def _begin(shares: Any) -> None:

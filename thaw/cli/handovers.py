@@ -40,7 +40,7 @@ class Lane:
 
 
 def lanes(trace: RequestTrace) -> list[Lane]:
-    """In their order; nothing for a request that stayed where it was."""
+    """Return the lanes of a request in their order; none for a request that was not moved."""
     if not trace.handovers:
         return []
     first = trace.handovers[0]

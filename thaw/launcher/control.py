@@ -29,8 +29,8 @@ from thaw.launcher.status import MeshStatus, read_status, running_status
 Progress = Callable[[MeshStatus], None]
 _POLL_S = 0.05
 _START_BOUND_S = 300.0
-"""On a slow machine the services of several nodes take minutes; one that keeps crashing is reported
-at once.
+"""Maximum time of a start. On a slow machine the services of several nodes take minutes; a service
+that keeps crashing is reported at once.
 """
 _STOP_BOUND_S = 150.0
 """More than the sum of the supervisor's own bounds, which it escalates by itself."""
@@ -243,7 +243,7 @@ def _last_words(home: Home, service: str) -> str:
 
 
 def await_stopped(status: MeshStatus) -> None:
-    """Until a supervisor that is stopping has ended.
+    """Wait until a supervisor that is stopping has ended.
 
     Raises `CommandError` if it does not.
     """

@@ -95,7 +95,7 @@ class Supervisor:
         """The last status could not be written."""
 
     async def run(self) -> None:
-        """Until every service has stopped."""
+        """Run until every service has stopped."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._events.put_nowait, StopRequested())

@@ -23,7 +23,7 @@ from thaw.launcher.services import Program
 OBSERVE_INTERVAL_S = 1.0
 _PROBE_S = 3.0
 _READY_POLL_S = 0.05
-"""Only while a service starts."""
+"""Poll interval while a service starts."""
 SETTING = "THAW_WATCHDOG_S"
 
 

@@ -203,7 +203,7 @@ def _revision(files: list[Path]) -> str:
 
 
 def _dtype(found: Gguf) -> str:
-    """By the tensors' most frequent type; quantised ones have no torch name."""
+    """Return the most frequent type of the tensors; quantised types have no torch name."""
     names = {0: "float32", 1: "float16", 30: "bfloat16"}
     common = max(set(found.tensor_types), key=found.tensor_types.count, default=-1)
     return names.get(common, f"ggml-{common}")

@@ -67,7 +67,7 @@ def _not_hashed(where: str) -> CheckpointInvalid:
 
 
 def verify_checkpoint(checkpoint: Checkpoint, *, threads: int = 2, on_bytes: Callable[[int], None] | None = None) -> Verified:
-    """The same for one rank's files, opened already."""
+    """Verify one rank's files, which are open already."""
     work = [(file, t) for file in checkpoint.files for t in drop_tied(file.header.tensors)]
     lock = threading.Lock()
 

@@ -44,7 +44,7 @@ class Region:
         return extents(self.chunks, self.nbytes)
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        """Over chunk boundaries too. Raises `InsufficientMemory` if shared memory is full."""
+        """Write across chunk boundaries. Raises `InsufficientMemory` if shared memory is full."""
         with memoryview(data) as view:
             done = 0
             while done < len(view):

@@ -27,7 +27,7 @@ Keep = Callable[["StoredUnit"], bool]
 SHORT_RUN_PAGES = 32
 """Free pages in shorter runs are spared: a unit of such runs would need many mappings."""
 SPARED_PART = 32
-"""At most one page of so many is spared."""
+"""At most one of this many pages is spared."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How far the model is from complying with its objective, as gateways report with requests."""
+"""The model's distance from its objective, as gateways report it with requests."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ BLOCK_TOKENS = 128
 """KV memory is counted, and grows, in blocks of this many tokens."""
 MAX_PREEMPTIONS = 3
 LOW_SHARE = 8
-"""As for background prefill (`background_prefill`): the step of the others gets little longer."""
+"""Divisor of a chunk for prompts of low priority, as for `background_prefill`: steps stay short."""
 
 
 def blocks_for(tokens: int) -> int:

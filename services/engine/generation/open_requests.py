@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class OpenRequests:
-    """How far each request is: its admission, first token and unfinished choices."""
+    """The progress of each request: its admission, first token and unfinished choices."""
 
     def __init__(self, ttft_s: float | None) -> None:
         """Begin without requests.

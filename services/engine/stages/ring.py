@@ -32,7 +32,7 @@ _AGAIN_S = 1.0
 
 
 Sockets = tuple[socket.socket, socket.socket]
-"""From the stage before, and to the next one."""
+"""The sockets from the previous stage and to the next one."""
 _CLOSE_WITHIN_S = 2.0
 _SEND_WITHIN_S = 60.0
 

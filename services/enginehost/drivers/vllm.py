@@ -183,7 +183,7 @@ class Vllm(Driver):
 
     @property
     def adapter_slots(self) -> int:
-        """As many as vLLM keeps in host memory: it reads the files of others again.
+        """Number of adapters that vLLM keeps in host memory: it reads the files of others again.
 
         A container cannot read the host's copies of adapters.
         """
@@ -206,7 +206,7 @@ class Vllm(Driver):
 
     @property
     def changes_model(self) -> bool:
-        """Only if the engine is private: any process that reaches it could replace its model."""
+        """True if the model can be changed. A public engine never changes its model."""
         return self.launch.is_private and can_change_model(self.card.spec) and not self.launch.remote and self.launch.rank is None
 
     async def change_model(self, client: Client, asleep: int) -> None:

@@ -38,7 +38,7 @@ class AdapterSlots:
         return 1
 
     def on_used(self, used: int) -> None:
-        """Nothing else needs the slots."""
+        """No-op: the slots are for adapters alone."""
 
     def refuse(self, card: ModelCard) -> InsufficientMemory:
         return InsufficientMemory(f"This instance of {card.spec.base} has no room for adapters")

@@ -74,7 +74,7 @@ class _Stream:
     cache_salt: str = ""
     adapter: ModelCard | None = None
     device_s: float = 0.0
-    """Its seconds, as last sent."""
+    """Seconds of the device that were last reported."""
 
     def running(self) -> RunningRequest:
         tracker, now = self.tracker, time.monotonic()

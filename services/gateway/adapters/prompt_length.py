@@ -23,7 +23,7 @@ from shared.errors import ContextLengthExceeded, InvalidRequest, NotFound, Paylo
 
 log = logging.getLogger(__name__)
 _AVAILABLE = importlib.util.find_spec("tokenizers") is not None
-"""Without the library, the engine makes the check."""
+"""False: the engine checks the length itself."""
 _MAX_TOKENIZERS = 8
 """Tokenizers cached in memory; each takes tens of megabytes."""
 _LOAD_TIMEOUT_S = 3.0

@@ -152,14 +152,14 @@ class Dispatcher:
             self._publish_demand(ticket.model, queue, now)
 
     def on_adopted(self, ticket: Ticket, attempt_id: str, instance_id: str, node: str, now: float) -> None:
-        """This gateway adopts a request that a lost gateway had sent to an instance."""
+        """Adopt a request that a lost gateway had sent to an instance."""
         ticket.attempt_id, ticket.instance_id, ticket.node = attempt_id, instance_id, node
         ticket.stage, ticket.attempts, ticket.sent_at = Stage.SENT, ticket.attempts + 1, now
         self.routes.acquire(instance_id)
         self._add_sent(ticket)
 
     def on_disowned(self, ticket: Ticket, now: float) -> None:
-        """Another gateway serves the request; its engine, if it has one, continues."""
+        """Forget a request that another gateway serves. The request's engine continues."""
         self._leave(ticket, now)
 
     def on_cancel(self, ticket: Ticket, now: float) -> None:

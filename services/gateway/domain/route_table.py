@@ -13,7 +13,7 @@ from shared.contracts.node import NODE_LOST_AFTER_S, InstanceState, InstanceStat
 from shared.contracts.phases import PhaseSpan
 
 SHARE_OVERCOMMIT = 4
-"""As OVERCOMMIT, with the requests of keys that are below their share."""
+"""OVERCOMMIT for requests of keys that are below their share."""
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 4.0
 

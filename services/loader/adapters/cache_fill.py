@@ -35,7 +35,7 @@ class _Fill:
         self.done: Future[bool] = Future()
         self.cancelled = threading.Event()
         self.gives_way = False
-        """It is cancelled because a load of the model continues it."""
+        """True: it is cancelled because a load of the model continues it."""
         self.tier: CachingTier | None = None
         """The open tier; None: the model waits in a queue, or has ended."""
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from shared.errors import EngineFailed, Unreachable
 
 _WITHIN_S = 30.0
-"""How long a reader may take no byte."""
+"""Seconds that a reader may accept no byte."""
 
 
 def peer_process(writer: StreamWriter) -> int | None:

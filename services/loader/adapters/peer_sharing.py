@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Shared:
-    """For `LoaderStatus`."""
+    """The part of `LoaderStatus` about caches and peers."""
 
     cached: tuple[CachedModel, ...] = ()
     ssd_bytes: int = 0

@@ -92,7 +92,7 @@ class Work:
     """Milliseconds to send KiB of keys and values from the source's node to the destination's."""
     asked: dict[str, Asked] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
-    """By the request's name at the source."""
+    """Jobs by the request's name at the source."""
     queue: tuple[RunningRequest, ...] = ()
     source: tuple[RunningRequest, ...] | None = None
     destination: tuple[RunningRequest, ...] | None = None

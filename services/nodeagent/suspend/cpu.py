@@ -25,7 +25,7 @@ _MOST_LEFT = 0.9
 """An engine that keeps more than this share of its memory is not worth suspending."""
 _SWAP_MARGIN = 1.05
 _Touched = dict[int, list[tuple[int, int]]]
-"""By process: (address, bytes) of its resident memory."""
+"""(address, bytes) of resident memory, by process."""
 
 
 class PageOut:

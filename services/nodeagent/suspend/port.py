@@ -10,7 +10,7 @@ from services.nodeagent.domain.state import Outlook
 from shared.contracts.node import SuspendWay
 
 UNPROVABLE = "memory of its processes cannot be read here (NVML has other pids for them), so the result could not be verified"
-"""For an engine on a GPU that appears to use none of it."""
+"""Reason for an engine on a GPU that appears to use none of the GPU's memory."""
 
 
 @dataclass(frozen=True)

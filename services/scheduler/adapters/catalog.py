@@ -57,7 +57,7 @@ class Catalog:
         self._replicas = replicas
         self._bucket: KeyValue | None = None
         self._created: datetime | None = None
-        """When the bucket was created, as it was opened last."""
+        """Creation time of the bucket that was opened last."""
         self._last_seq = 0
         """Sequence number of the last known change; a bucket below it is an earlier state."""
         self._is_filled = True

@@ -23,7 +23,7 @@ FLUSH_PERIOD_S = 10.0
 _CACHE = "/dram"
 """Behind a node's name, that of the clock of its cached weights."""
 _ACCOUNTS = "/accounts"
-"""Its clock says since when there are accounts of device time."""
+"""Name of the clock that has the start of the accounts of device time."""
 _DAY_S = 86_400.0
 _PLANS_SINCE_S = 3600.0
 """Plans of starts that are looked at: a start that takes longer is charged by the next leader."""

@@ -143,7 +143,7 @@ class BufferedEmbeddings(_Buffered):
 
 
 class PassthroughOnly(_Buffered):
-    """For routes that only an engine understands: it must answer in HTTP."""
+    """The response of a route that only an engine understands: the engine must answer in HTTP."""
 
     def reset(self) -> None:
         """No-op: nothing is kept here."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 BEFORE = ("schedule", "reserve")
-"""Until the node may begin: the decision, and the eviction of victims."""
+"""Phases until the node may begin: the decision, and the eviction of victims."""
 BRINGING = ("fetch", "load")
-"""From the source to the node, and on to the device, pipelined: the longer one counts."""
+"""Phases of the bytes: from the source to the node, and to the device; the longer one counts."""
 ENGINE = ("container", "attach", "context", "libraries")
 """The engine's process starts while weights arrive."""
 AFTER = ("init", "compile", "capture", "restore", "profile")

@@ -89,7 +89,10 @@ def _pack(on: Mapping[str, list[BusyInstance]], rooms: Sequence[FreeDevice]) -> 
 
 
 def rebalance(tx: Transaction) -> None:
-    """On each tick: at most one migration, and none while anything else is under way."""
+    """Order at most one migration, and none while anything else is in progress.
+
+    Called on each tick.
+    """
     state = tx.state
     if tx.policy.rebalance_period_s <= 0 or tx.is_cooling_down(_PAUSE) or state.migrations or state.unschedulable or state.claimed:
         return

@@ -69,7 +69,7 @@ class _Terms:
     interrupts: bool
     """It has waited long enough to interrupt models of other keys."""
     standing: Standing | None
-    """As in the request."""
+    """The request's standing."""
 
 
 def _terms(tx: Transaction, request: PlacementRequest, b: Booking, short: int) -> _Terms:

@@ -43,7 +43,7 @@ class Version:
     node: Node
     card: ModelCard
     pids: tuple[int, ...]
-    """Of `PROCESSES`, in their order."""
+    """Ids of `PROCESSES`, in their order."""
     ttft_ms: list[float] = field(default_factory=list)
     compute_ms: list[float] = field(default_factory=list)
     cpu_ms: list[tuple[float, ...]] = field(default_factory=list)

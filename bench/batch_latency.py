@@ -1,4 +1,4 @@
-"""What a running batch costs interactive requests of the same device.
+"""Measure the cost of a running batch to interactive requests of the same device.
 
     python -m bench.batch_latency [--rounds N] [--seconds S] [--rate R] [--prompt T]
         [--cases alone,same,other] [--json PATH]
@@ -39,7 +39,7 @@ from thaw.demo.models import make_demo_model
 _SIZE = "5m"
 _CASES = ("alone", "same", "other")
 _TOKENS = 24
-"""Of an interactive response."""
+"""Tokens of an interactive response."""
 _BATCH_TOKENS = 64
 _LINES = 2000
 _WARM_S = 2.0
@@ -48,7 +48,7 @@ _WARM_S = 2.0
 
 @dataclass
 class Seen:
-    """What was measured in one case; times in milliseconds."""
+    """Measurements of one case; times in milliseconds."""
 
     ttft_ms: list[float] = field(default_factory=list)
     tpot_ms: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What open pages of the console cost a gateway, and how soon a browser shows them.
+"""Measure the cost of open console pages to a gateway, and how soon a browser shows them.
 
     python -m bench.console [--models 1000] [--nodes 100] [--pages 10] [--seconds 60]
 

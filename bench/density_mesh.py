@@ -58,7 +58,7 @@ def device_bytes(source: Path, models: int) -> int:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a mesh serves, and how.
+    """The models of a mesh, and its settings.
 
     Attributes:
         models: Directories of the models, by name.

@@ -45,7 +45,7 @@ _TOKENS = {"resident": 32, "cold": 4}
 
 @dataclass
 class Seen:
-    """What B's requests and A's saw in one case."""
+    """Measurements of A's and B's requests in one case."""
 
     ttft_ms: list[float] = field(default_factory=list)
     total_ms: list[float] = field(default_factory=list)

@@ -1,4 +1,6 @@
-"""What a key's flood costs another key: `python -m bench.fair_shares [--rounds N] [--json PATH]`.
+"""Measure the cost of a key's flood to another key.
+
+    python -m bench.fair_shares [--rounds N] [--json PATH]
 
 One gateway process and the engine of prepared tokens with a few slots, so that its capacity is
 known. Two keys of equal weight; each one's share is half of the capacity. Key B sends a part of its
@@ -43,7 +45,7 @@ _FILL_S = 3.0
 
 @dataclass
 class Seen:
-    """What the requests of one key saw in one phase; times in milliseconds."""
+    """Measurements of one key's requests in one phase; times in milliseconds."""
 
     ttft_ms: list[float] = field(default_factory=list)
     total_ms: list[float] = field(default_factory=list)

@@ -381,7 +381,7 @@ def _path(t: RequestTrace) -> dict[str, float]:
 
 
 def _phases(found: Sequence[_Request]) -> dict[str, float]:
-    """Of cold requests."""
+    """Return the mean milliseconds of each phase of cold requests."""
     paths = [path for cold, _, path in found if cold]
     names = dict.fromkeys(name for path in paths for name in path)
     return {name: fmean(path.get(name, 0.0) for path in paths) for name in names}

@@ -1,4 +1,4 @@
-"""What hostile clients cost a gateway: the worst stall of its event loop, its memory for each byte
+"""Cost of hostile clients to a gateway: the worst stall of its event loop, its memory for each byte
 sent, and another client's latency.
 
     python -m bench.hostile [--short] [--seconds S] [--json PATH]

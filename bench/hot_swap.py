@@ -53,7 +53,7 @@ TOKENS = {"builtin": 48, "vllm_large": 16}
 """Whose model is larger than the others'."""
 TURNS = 6
 MEMORY = {"cpu": {"vllm": 3500 * MIB, "llamacpp": 600 * MIB}, "cuda": {"vllm": 16_000 * MIB, "llamacpp": 2000 * MIB}}
-"""What a first reservation is for the demo model; the built-in engine's is reckoned."""
+"""First reservations for the demo model; that of the built-in engine is computed."""
 BUDGET = {"cpu": 6000 * MIB, "cuda": 24_000 * MIB}
 NO_DEVICE = 2
 PARTS = ("swap", "cold", "turns", "size", "large")

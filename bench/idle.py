@@ -1,4 +1,4 @@
-"""What a mesh without requests costs: `python -m bench.idle [--seconds N] [--json FILE]`.
+"""Measure the cost of a mesh without requests: `python -m bench.idle [--seconds N] [--json FILE]`.
 
 Starts a mesh without models, lets it settle, and reads the CPU time of each of its processes from
 /proc: percent of one core, children included.

@@ -1,4 +1,4 @@
-"""What limits of a key cost a warm request: `python -m bench.key_limits [--pairs N] [--part PART]`.
+"""Cost of a key's limits to a warm request: `python -m bench.key_limits [--pairs N] [--part PART]`.
 
 Two gateway processes and the engine of prepared tokens; a process that knows
 prices stands for the ledger. A pair is one request with a key without limits and one with a key

@@ -42,7 +42,7 @@ CASES = {
 }
 PIECE = 128 << 20
 SPARE = 2 << 30
-"""Of memory that stays free for the machine."""
+"""Bytes that stay free for the machine."""
 
 
 def touch() -> tuple[mmap.mmap, float]:

@@ -1,4 +1,4 @@
-"""What metering costs a gateway: `python -m bench.metering [--engine prepared|builtin]
+"""Measure the cost of metering to a gateway: `python -m bench.metering [--engine prepared|builtin]
 [--tokens N] [--pairs N] [--slices N] [--short-slices N] [--json FILE]`.
 
 The engine is that of prepared tokens, which answers at once: any other engine takes longer for a
@@ -165,7 +165,7 @@ def _in_order(number: int) -> tuple[str, str]:
 
 @dataclass
 class Measured:
-    """What one or more gateways took.
+    """The measurements of one or more gateways.
 
     Attributes:
         added_ms: Additional milliseconds of each pair.

@@ -19,11 +19,11 @@ AFTER = 32
 """… and after it."""
 WAYS = ("rounds", "one go", "restart")
 STREAMS, PROMPT, SAYS = 8, 512, 1500
-"""Of part 2: streams on node-0, the tokens of their prompts, and the most that they say."""
+"""Streams of part 2 on node-0, tokens of their prompts, and most tokens of their responses."""
 KV_BYTES = 14_080
-"""Of a token of the 60M model."""
+"""Keys and values of a token of the 60M model."""
 BYTES = {"recomputed": "never", "transferred": "auto"}
-"""Of part 2: whether the destination recomputes keys and values (`THAW_MIGRATE_KV`)."""
+"""THAW_MIGRATE_KV in part 2: the destination recomputes keys and values, or receives them."""
 BESIDE = 4
 """… and streams on node-1, where one of those moves to."""
 WINDOW_S = 2.0

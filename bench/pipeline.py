@@ -71,22 +71,22 @@ PARTS = ("start", "consolidation", "migration", "burst", "tpot")
 BESIDE = "beside"
 PROMPT = 32
 TOKENS = 64
-"""Of a request in `start`; the first `SETTLED` are no sample of the time per token."""
+"""Tokens of a request in `start`; the first `SETTLED` are no sample of the time per token."""
 CONTEXT = 8192
 READS = 7000
 """Tokens that the client of `consolidation` reads at most."""
 AFTER = 200
 """Tokens after the migration, before the client leaves."""
 GROUPS, STAGES = 2, 2
-"""Of `migration` and `burst`."""
+"""Groups and stages of `migration` and `burst`."""
 BURST, BURST_TOKENS = 8, 48
 """Requests of `burst`, and the tokens of each."""
 BETWEEN = 20
 """Tokens before each move of `migration`."""
 OPTIONS = {"max_concurrency": 2, "max_model_len": CONTEXT}
 GOAL_TTFT, GOAL_TPOT, GOAL_GAP_MS = 0.35, 1.2, 100.0
-"""Of the issue: TTFT at s = 4 by that of one worker, TPOT of a group by that of one engine, and the
-longest gap: this and twice the TPOT.
+"""Goals: the TTFT at s = 4 by that of one worker, the TPOT of a group by that of one engine, and
+the longest gap in milliseconds, to which twice the TPOT is added.
 """
 
 

@@ -18,12 +18,12 @@ from simulator.workloads.request import Request
 _FAST = 100.0
 """GB/s: a cpu device uses the bytes where the loader put them."""
 _HOP_S = 1e-3
-"""What the live scheduler assumes for a hop between stages."""
+"""The live scheduler's assumption for a hop between stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneWorker:
-    """What was measured with one worker.
+    """Measurements with one worker.
 
     Attributes:
         weights: Bytes of the model.

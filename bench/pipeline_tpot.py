@@ -22,7 +22,7 @@ from bench.report import spread
 from tests.support.mesh import is_engine
 
 TOKENS = 96
-"""Of a stream; the first `SETTLED` are no sample of the time per token."""
+"""Tokens of a stream; the first `SETTLED` are no sample of the time per token."""
 SETTLED = 8
 SINGLE = "single"
 

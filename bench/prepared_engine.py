@@ -58,7 +58,7 @@ async def schedule(count: int, interval_s: float) -> AsyncIterator[int]:
 
 
 def _chunk_tails() -> tuple[bytes, ...]:
-    """What follows the number in an `InferChunk`, for each word."""
+    """Return the bytes after the number in an `InferChunk`, for each word."""
     whole = [InferChunk(seq=0, choices=(ChoiceDelta(text=w, token_ids=(i,)),)).model_dump_json() for i, w in enumerate(WORDS)]
     return tuple(text.split('"seq":0', 1)[1].encode() for text in whole)
 

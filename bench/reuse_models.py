@@ -15,7 +15,7 @@ from weights.formats.segment import lay_out
 from weights.store.units import PAGE_BYTES, cut_units
 
 SHAPE = replace(SIZES["test"], hidden=512, intermediate=4096, heads=8, kv_heads=4, context=512)
-"""Of one layer. In float32, in which batching does not change greedy output."""
+"""Shape of one layer, in float32: there batching does not change greedy output."""
 LAYER_BYTES = 4 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 4096)
 CONTEXT = SHAPE.context
 

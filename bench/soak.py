@@ -1,5 +1,5 @@
-"""What grows in a mesh that serves for hours: a slope per hour of everything that could, and what
-that makes in a month.
+"""Find what grows in a mesh that serves for hours: the slope per hour of each resource, and its
+value in a month.
 
     python -m bench.soak [--hours N] [--rate N] [--compare MINUTES] [--suspend auto|off]
         [--directory DIR] [--json PATH]
@@ -116,7 +116,7 @@ class Traces:
         self._next = 1
 
     def read(self) -> dict[str, bool]:
-        """Those written since the last time, by request id."""
+        """Return the traces written since the last call, by request id."""
         found: dict[str, bool] = {}
         while True:
             page = self._api.request("GET", f"/admin/v1/traces?from={self._next}&limit=500")
@@ -216,11 +216,11 @@ class Row:
     limit: float
     bound: float | None
     late: Trend | None = None
-    """Of the second half alone: a cache, or a store near its bound, grows less there."""
+    """Trend of the second half alone: a cache, or a store near its bound, grows less there."""
 
     @property
     def month(self) -> float:
-        """What it will be in a month, no more than its own bound."""
+        """The expected value in a month, no more than the store's own bound."""
         grown = max(self.last, 0.0) + self.trend.slope * MONTH_H
         return min(grown, max(self.bound, self.last)) if self.bound is not None else grown
 
@@ -257,7 +257,7 @@ def rows_of(samples: list[dict[str, Any]], limits: dict[str, float]) -> list[Row
 
 
 def limits_here() -> dict[str, float]:
-    """What this machine has."""
+    """Return the limits of this machine."""
     return {
         "memory": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         "disk": float(shutil.disk_usage(tempfile.gettempdir()).free),
@@ -269,7 +269,7 @@ def limits_here() -> dict[str, float]:
 
 
 def limit_of(name: str, metric: str, limits: dict[str, float]) -> float:
-    """What a metric must stay below.
+    """Return the limit of a metric.
 
     Rows and messages have no limit of their own: their bytes have.
     """

@@ -198,7 +198,7 @@ class Counter:
 
 
 def measure(pid: int) -> dict[str, float]:
-    """What a process has.
+    """Return the resources of a process.
 
     PSS counts shared pages by the share of each; private bytes are what its end would give back.
 

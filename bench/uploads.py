@@ -1,4 +1,4 @@
-"""What a mesh adds to a large upload: an audio file through gateway, NATS and host, and directly.
+"""Time that a mesh adds to an upload: an audio file through gateway, NATS and host, and directly.
 
     python -m bench.uploads [--rounds N] [--mb N] [--json PATH]
 

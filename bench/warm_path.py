@@ -1,4 +1,4 @@
-"""What the mesh adds to a warm engine: time to first token, time between tokens, and how many
+"""Time that the mesh adds to a warm engine: time to first token, time between tokens, and how many
 tokens a second one gateway carries.
 
     python -m bench.warm_path [--rounds N] [--streams 1,16,64] [--tokens N] [--pace MS]
@@ -47,7 +47,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def run_client(target: Target, **options: Any) -> dict[str, float]:
-    """What the client measured, and the CPU time of each process for a token."""
+    """The client's measurements, and the CPU time of each process for a token."""
     arguments = [f"--{name}={value}" for name, value in ({"port": target.port} | options).items()]
     before = {name: cpu_s(p) for name, p in target.processes.items()}
     done = subprocess.run([sys.executable, "-m", "bench.load_client", *arguments], capture_output=True, text=True, check=False)

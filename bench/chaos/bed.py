@@ -136,7 +136,7 @@ class Bed(Thaw):
         self._http.post(f"http://127.0.0.1:{self.port}/admin/v1/keys", json=body, headers=self._admin).raise_for_status()
 
     def list_served(self) -> tuple[Served, ...]:
-        """What clients ask for."""
+        """Return the models that clients request."""
         long, short = self._long, (8, 24)
         found = [
             Served("one", 4, long),

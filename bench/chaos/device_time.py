@@ -22,7 +22,7 @@ UNKNOWN_S = 0.1
 
 @dataclass
 class Meters:
-    """What meters showed last: device-seconds by instance and process."""
+    """The latest readings of meters: device-seconds by instance and process."""
 
     _shown: dict[tuple[str, int], float] = field(default_factory=dict)
     _models: dict[str, str] = field(default_factory=dict)

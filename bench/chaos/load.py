@@ -51,7 +51,7 @@ class Served:
 
 
 def jobs(served: tuple[Served, ...], seed: int, client: int) -> Iterator[Job]:
-    """What one client asks for, without end; the same for the same seed."""
+    """Yield the requests of one client, without end; the same for the same seed."""
     random_ = random.Random(f"{seed}-{client}")
     number = 0
     while True:

@@ -17,7 +17,7 @@ from typing import Any
 from bench.chaos.verdict import Answer, Exchange
 
 ATTEMPTS = 3
-"""Of the `openai` package for one call: one, and two retries."""
+"""Attempts of the `openai` package for one call: one, and two retries."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the ledger may have of a key and a model."""
+    """Bounds of the ledger's usage of a model by a key."""
 
     least: Usage = Usage()
     most: Usage = Usage()

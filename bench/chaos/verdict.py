@@ -1,4 +1,4 @@
-"""What became of one request, judged against the undisturbed answer. Pure.
+"""The outcome of one request, compared with the undisturbed answer. Pure.
 
 `lost`: the client ended with an error, its own retries included. `cut`: a connection broke together
 with its own gateway, the only way in which a stream may end early, and the client then asked again.
@@ -21,7 +21,7 @@ NEAR_TIE = 0.05
 bfloat16 (as in the engine's tests).
 """
 LOGIT_DEVIATION = 3.0
-"""Of the demo models' logits (thaw.demo.models)."""
+"""Standard deviation of the demo models' logits (thaw.demo.models)."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from weights.devices.cuda_runtime import load_cuda
 from weights.devices.cuda_virtual_memory import load_virtual_memory
 
 GPU_BYTES, HOST_BYTES, DISK_BYTES = 79 * 10**9, 64 * 10**9, 48 * 10**9
-"""Of the largest step: of the GPU all memory, of the host and of the work directory's disk what has
-to be free.
+"""Requirements of the largest step: memory of the GPU, and free bytes of the host and of the work
+directory's disk.
 """
 _GB = 10**9
 

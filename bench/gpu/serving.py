@@ -48,7 +48,7 @@ GIB = 1 << 30
 TWIN = "twin"
 CONTEXT = 1024
 ENGINE_BYTES = 2 * GIB
-"""What a model is booked for beyond its weights, at most: KV cache, CUDA context, workspace."""
+"""Most bytes that a model books beyond its weights: KV cache, CUDA context, workspace."""
 BOOKED = 4
 """Models of ten that the device has room for."""
 TEXT_TOKENS = 32
@@ -60,7 +60,7 @@ _SKEW = 1.0
 
 @dataclass
 class Bed:
-    """What the parts share: the models' directory, the device, and options.
+    """The common setup of the parts: the models' directory, the device, and options.
 
     Attributes:
         link_gb_per_s: Measured bandwidth of copies from host memory to the device.

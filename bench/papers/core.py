@@ -205,7 +205,7 @@ Verdict = Literal["yes", "no", "unsure", "equal"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the paper says in words or tables, beside our figure.
+    """A statement of the paper in words or tables, beside our figure.
 
     A claim has one of: a number (`paper`), an interval (`low` and `high`), a bound that the paper
     states (`at_least`, `at_most`), or an order (`above` or `below` a bound, mostly a ratio of 1).

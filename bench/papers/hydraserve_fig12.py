@@ -18,7 +18,7 @@ BATCHES = (1, 4, 8)
 """Plot only; up to the maximum batch size."""
 STAGES = 4
 HOPS_S = (c.HOP_S.value, 0.008, 0.02, 0.03, 0.04)
-"""What a stage adds to each token: the artifact's constant, and up to what the gains would need."""
+"""Seconds that a stage adds to each token: the artifact's constant, and what the gains require."""
 
 
 def case(batch: int, consolidated: bool, hop_s: float = c.HOP_S.value) -> Case:

@@ -22,7 +22,7 @@ LOADS = (32, 64, 128)
 GROUPS = (1, 2, 4)
 CHOSEN = "chosen"
 HOPS_S = (0.008, 0.02, 0.03, 0.04)
-"""What a stage adds to each token: longer times than the artifact's constant, as in Fig. 12."""
+"""Seconds that a stage adds to each token: more than the artifact's constant, as in Fig. 12."""
 TOKENS = 512
 """Section 8.4: input and output."""
 MODEL = "Llama2-13B"

@@ -14,7 +14,7 @@ RATES = (0.4, 1.6)
 SECONDS = 1200.0
 """Not stated."""
 MODELS = tuple(m for m in c.MODELS if m.gb < 20)
-"""Those that a device of 24 GB holds with a KV cache; the paper does not say which it uses."""
+"""Models that fit a device of 24 GB with a KV cache; the paper does not name its models."""
 
 
 def case(profile: Profile, rate: float, devices: int, seconds: float, level: str = "L3") -> Case:

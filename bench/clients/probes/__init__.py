@@ -1,1 +1,1 @@
-"""What each client library does with the gateway; a module runs in that library's environment."""
+"""Probes of the gateway by client libraries; each module runs in its library's environment."""

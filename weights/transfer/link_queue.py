@@ -59,7 +59,7 @@ def leave(line: Line, load: int) -> Line:
 
 
 def raise_priority(line: Line, load: int) -> Line:
-    """Give the load a request's priority: one waits for it now."""
+    """Give the load the priority of a request, because a request waits for it now."""
     return replace(line, loads=tuple(replace(x, background=False) if x.load == load else x for x in line.loads))
 
 
@@ -87,7 +87,7 @@ def record_begin(line: Line, load: int, nbytes: int) -> Line:
 
 
 def record_end(line: Line, load: int, nbytes: int) -> Line:
-    """A chunk has been read."""
+    """Record that a chunk has been read."""
     return replace(line, loads=tuple(replace(x, under_way=x.under_way - nbytes) if x.load == load else x for x in line.loads))
 
 
@@ -111,7 +111,7 @@ class Speed:
 
 
 def record_busy(speed: Speed, now: float) -> Speed:
-    """The link has begun a chunk."""
+    """Record that the link has begun a chunk."""
     return replace(speed, since=now, nbytes=0) if speed.since is None else speed
 
 

@@ -38,7 +38,7 @@ class BoundedReads:
     """Runs one read at a time. Use it on one event loop."""
 
     def __init__(self, within_s: float) -> None:
-        """Create it without a thread, which starts with the first read.
+        """Create a runner without a thread: the first read starts one.
 
         Args:
             within_s: Seconds that one read may take once it runs.
@@ -117,7 +117,7 @@ class BoundedReads:
         return _Turn(job, started, expired)
 
     def _abandon(self, thread: ThreadPoolExecutor, job: Future[Any], expired: asyncio.Future[None]) -> None:
-        """Leave a thread whose job takes too long to itself."""
+        """Abandon a thread whose job takes too long."""
         log.warning("abandoned the compilation of a grammar")
         thread.shutdown(wait=False, cancel_futures=True)
         if self._thread is thread:

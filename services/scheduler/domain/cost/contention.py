@@ -16,9 +16,11 @@ from services.scheduler.domain.values import value
 
 @value(frozen=True, slots=True)
 class PendingFetch:
-    """A fetch on a link: its bytes S_i, and the seconds until its deadline, D_i - T.
+    """A fetch on a link.
 
-    `left_s` infinite: it has no objective.
+    Attributes:
+        nbytes: S_i.
+        left_s: D_i - T, the seconds until its deadline; infinite: it has no objective.
     """
 
     nbytes: float

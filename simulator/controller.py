@@ -175,7 +175,7 @@ class Controller:
         if (device := run.kv_device) is not None:
             run.release_kv()
             world.touch(device)
-            self.starts.room(device)
+            self.starts.retry_waiting(device)
         first = run.first_at if run.first_at is not None else now
         ttft = first - run.arrived
         tpot = (now - first) / (run.output - 1) if run.output > 1 and now > first else 0.0
@@ -204,7 +204,7 @@ class Controller:
             if not instance.runs:
                 self.stops.keep(instance)
         for part in instance.parts:
-            self.starts.room(part.device)
+            self.starts.retry_waiting(part.device)
         if self._hungry:
             self.pump()
 

@@ -192,7 +192,7 @@ class Pipelines:
         for new in replicas:  # after all of them count, so that no further instance is started
             self._in_service(new)
         for p in released:
-            self._starts.room(p.device)
+            self._starts.retry_waiting(p.device)
         for p in survivors:
             world.touch(p.device)
         if not instance.runs and instance.state == "ready":

@@ -79,7 +79,7 @@ class Starts:
         world.outcome.stages.append(option.stages)
         return start
 
-    def room(self, device: SimDevice) -> None:
+    def retry_waiting(self, device: SimDevice) -> None:
         """Retry the starts that wait for memory of a device."""
         for start in list(self.waiting.get(device.key, ())):
             self.begin(start)

@@ -125,7 +125,7 @@ class Stops:
                 device.keep(model.name, min(model.weights, device.room), world.clock.now)
             world.touch(device)
         for part in instance.parts:
-            self._starts.room(part.device)
+            self._starts.retry_waiting(part.device)
         self._freed()
 
     def preempt(self, instance: Instance) -> None:

@@ -41,7 +41,7 @@ class _Migration:
     def round(self) -> None:
         """Recompute the KV cache of the tokens since the last round.
 
-        Rounds repeat until what is left costs little more than the least duration of a round.
+        Rounds repeat until the remaining tokens cost little more than the shortest round.
         """
         source, destination = self._agents.find(self._record.source_instance), self._agents.find(self._record.instance_id)
         if source is None or destination is None or destination.state is not InstanceState.READY:
@@ -64,11 +64,11 @@ class _Migration:
         self._world.clock.call_later(seconds, self.round)
 
     def _hand_over(self, source: MeshInstance, destination: MeshInstance) -> None:
-        """Hand off.
+        """Hand the requests over to the destination.
 
         Requests without a slot at the destination wait at the gateway with their tokens.
         """
-        moved, homeless = [], []
+        moved, unplaced = [], []
         for run in list(source.engine.runs):
             source.engine.take(run)
             self._world.outcome.migrations += 1
@@ -78,8 +78,8 @@ class _Migration:
                 destination.engine.admit(run)
                 self._agents.on_load_changed(destination)
             else:
-                homeless.append(run)
-        self._gateway.requeue(homeless)
+                unplaced.append(run)
+        self._gateway.requeue(unplaced)
         self._agents.on_emptied(source)
         self._end("done", tuple(moved))
 

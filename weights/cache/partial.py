@@ -21,9 +21,9 @@ from weights.tiers.port import TierFile
 
 
 class PartialModel:
-    """`partial/REVISION`.
+    """The directory `partial/REVISION` of the cache: the pieces of a model that is being fetched.
 
-    One process writes (the holder of the fill lock), others read. Raises `OSError`.
+    One process writes (the holder of the fill lock), others read. Its methods raise `OSError`.
     """
 
     def __init__(self, directory: Path, revision: str, source: str, files: Sequence[TierFile], *, writes: bool) -> None:

@@ -40,7 +40,8 @@ _ROOM_WITHIN_S = 20.0
 class EntryRecord(Frozen):
     """The content of entry.json.
 
-    `files` have the SHA-256 computed on arrival if the source has none.
+    Attributes:
+        files: With the SHA-256 computed on arrival if the source has none.
     """
 
     revision: str

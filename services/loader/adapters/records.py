@@ -1,6 +1,5 @@
-"""Store the state that survives a restart of the loader.
-
-That is the pool, a record per complete weights, and a lock.
+"""Store the state that survives a restart of the loader: the pool, records of complete weights, and
+a lock.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class WeightsRecord(Frozen):
 
 
 class Records:
-    """<node state>/loader: `weights/*.json`, and `lock`."""
+    """The files of <node state>/loader: `weights/*.json`, and `lock`."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         self._root, self.prefix = directory, prefix

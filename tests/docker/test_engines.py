@@ -99,7 +99,7 @@ async def test_from_start_to_removed(hosts: Hosts, boxes: Boxes, image: str) -> 
     assert report.hosted is not None
     assert report.hosted.container is not None
     assert report.hosted.pids
-    answer = await hosts.whole(start.instance_id, "chat", messages=[], stream=True)
+    answer = await hosts.request(start.instance_id, "chat", messages=[], stream=True)
     assert answer.text() == "a b c "
     inspected = json.loads(boxes("inspect", report.hosted.container))[0]
     assert inspected["Config"]["Labels"]["thaw.node"] == hosts.node
@@ -158,7 +158,7 @@ async def test_container_with_a_socket_has_no_network_and_a_private_socket(
     assert report.state == "ready", report.error
     assert report.hosted is not None
     assert report.hosted.container is not None
-    assert (await hosts.whole(start.instance_id, "chat", messages=[], stream=True)).text() == "a b c "
+    assert (await hosts.request(start.instance_id, "chat", messages=[], stream=True)).text() == "a b c "
     inspected = json.loads(boxes("inspect", report.hosted.container))[0]
     assert inspected["HostConfig"]["NetworkMode"] == "none"
     (path,) = (Path(m["Source"]) / "engine.sock" for m in inspected["Mounts"] if m["Destination"] == "/run/thaw")

@@ -93,7 +93,7 @@ async def test_changed_engine_with_other_output_after_sleeping_does_not_wake(hos
     assert (await hosts.settled(start.instance_id)).state == "ready"
     control = subjects.engine_control(start.instance_id)
     assert (await hosts.mesh.request(control, ProbeEngine(), EngineProbed)).same, "it keeps its first output"
-    await hosts.whole(start.instance_id, "completion", prompt="x", fake={"dropped": True})
+    await hosts.request(start.instance_id, "completion", prompt="x", fake={"dropped": True})
     await hosts.mesh.request(control, SleepEngine(level=0), EngineAsleep)
     with pytest.raises(EngineFailed, match="differs"):
         await hosts.mesh.request(control, WakeEngine(), EngineProbed)

@@ -19,7 +19,7 @@ from tests.support.sizes import size
 
 SUPERVISED = ("gateway", "scheduler", NODEAGENT, LOADER)
 TOKENS, STEP_S = size((100, 0.2), (200, 0.1))
-"""Of a stream, which takes 20 s while the engine is slowed down: it outlives what is killed."""
+"""Tokens and step of a stream, which takes 20 s and outlives the killed processes."""
 
 
 @pytest.fixture(scope="module")

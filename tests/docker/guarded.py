@@ -20,7 +20,7 @@ from thaw.secrets import SERVICES, make_secrets, node_user
 COMPOSE = ROOT / "compose"
 NODES = ("node-0", "node-1")
 _CONNECT_WITHIN_S = 60
-"""Of both sides: on a busy machine the other one may not run for seconds."""
+"""Seconds that a side waits: on a busy machine the other one may not run for seconds."""
 
 
 class Guarded:

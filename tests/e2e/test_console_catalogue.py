@@ -17,7 +17,7 @@ from thaw.demo.models import make_demo_model
 pytestmark = needs_chromium
 MODELS = 500
 MAX_ELEMENTS = 4000
-"""Of a page: 100 rows of a table, and the options of two lists of models."""
+"""Most elements of a page: 100 rows of a table, and the options of two lists of models."""
 MAX_HEAP_BYTES = 48 * 2**20
 HOLD_BYTES = 256 * 1024
 

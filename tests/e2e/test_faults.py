@@ -23,7 +23,7 @@ from thaw.demo.models import make_demo_model
 PACED = True
 BATCH, BATCH_TOKENS = 100, size(12, 32)
 BATCH_STEP_S = 0.2
-"""Of a batch that still runs when the test has seen three results: it takes 15 s at this pace."""
+"""Step of a batch that still runs when the test has seen three results: it takes 15 s so."""
 
 
 def kill(pid: int) -> None:

@@ -26,7 +26,7 @@ MOVES = int(os.environ.get("THAW_TEST_MIGRATIONS", "8"))
 """`make test-long` sets a thousand."""
 STREAMS = 6
 TOKENS, STEP_S = size(150, 300), 0.3
-"""Of streams that last until they have migrated: engines are slow until then."""
+"""Tokens and step of streams that last until they have migrated: engines are slow until then."""
 LOAD_STEP_S = size(0.06, 0.03)
 """Streams of some ten seconds, which are migrated at random."""
 

@@ -23,7 +23,7 @@ LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
 STEP_S = 0.2
 """The response takes half a minute while engines are slow: until a process is killed."""
 KILLED_STEP_S = 0.02
-"""Of responses that end while stages are killed again and again."""
+"""Seconds of a step while stages are killed again and again."""
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.unit.scheduler.world import World
 
 WEIGHTS = 158 * MIB
 SPEED = 20 * MIB
-"""Of a node's link to the remote source: the whole model takes 7.9 s, half of it 4 s."""
+"""Bandwidth of a node's link to the remote source: the model takes 7.9 s, half of it 4 s."""
 
 
 def make(

@@ -102,7 +102,7 @@ class FakeNode:
     loads: bool = True
     """True if it is the node's loader too, instead of a real one."""
     memory: tuple[DeviceMemory, ...] = ()
-    """What the loader reports of separate devices."""
+    """The loader's report of separate devices."""
     suspends: bool = False
     """True if it can suspend; otherwise it stops instead."""
     instances: dict[str, FakeInstance] = field(default_factory=dict)

@@ -71,7 +71,7 @@ class FollowedLoader(FakeLoader):
         self._borrowers: list[asyncio.StreamWriter] = []
         self.followed = asyncio.Event()
         self._files: list[str] = []
-        """Of pages, in /dev/shm."""
+        """Files with pages, in /dev/shm."""
         self._restart()
 
     def _restart(self) -> None:

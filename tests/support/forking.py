@@ -45,7 +45,7 @@ _TORCH_USERS = ("bench.loader_case", "tests.support.mapped_gpu_units", *BENCHES)
 """Other modules that import torch, or start those that do; a fork server does not import them."""
 _LIGHT = (*SERVICES, "services.enginehost", "thaw.cli.app", "thaw.launcher.supervisor")
 _TOOLS = ("simulator", "weights.load", "weights.convert")
-"""What the command line and the gateway run as processes of their own."""
+"""Modules that the command line and the gateway run as processes of their own."""
 _STUBS = ("tests.support.stub_engine", "tests.support.stub_zygote", "tests.support.stopping_loader")
 _PARSER = "services.gateway.http.parsing.parser_worker"
 """Imported with the gateway, which tests have in their own process, too."""

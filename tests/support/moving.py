@@ -25,7 +25,7 @@ from thaw.cli.demo import card_of
 from thaw.demo.models import make_demo_model
 
 STAGED_OPTIONS: dict[str, Any] = {"max_concurrency": 4}
-"""Of the models that `stage_budgets` is for."""
+"""Options of the models that `stage_budgets` is for."""
 
 
 class Roomy(Thaw):

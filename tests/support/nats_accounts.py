@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tests.support.servers import NatsServer
 
 _ACCOUNTS = 50
-"""Of one server, whose files and streams would otherwise become more and more."""
+"""Most accounts of one server, whose files and streams would otherwise only increase."""
 
 
 @dataclass(frozen=True)

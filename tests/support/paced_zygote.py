@@ -46,7 +46,7 @@ def with_slow_starts(start_s: float) -> dict[str, str]:
 
 
 _batchers: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Those of this process that have computed."""
+"""Batchers of this process that have computed."""
 
 
 class Pace:
@@ -61,7 +61,7 @@ class Pace:
         """
         self._file = directory / name
         self.environment = {"THAW_ZYGOTE_MODULE": MODULE, _FILE: str(self._file), "THAW_MIGRATE_PAUSE": _PAUSE_S}
-        """Of a mesh, or of one engine whose zygote is this module."""
+        """Environment of a mesh, or of one engine whose zygote is this module."""
 
     @contextlib.contextmanager
     def slowed(self, step_s: float = SLOW_STEP_S) -> Iterator[None]:

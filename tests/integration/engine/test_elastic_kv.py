@@ -31,7 +31,7 @@ from tests.support.stand_in_gpu import StandInGpu
 SHRINKS = 8
 """Then the pool is left alone, so that every request ends."""
 PAGES = 6
-"""Of the pool; a page has one block here."""
+"""Pages of the pool; a page has one block here."""
 
 
 class Pool:

@@ -49,7 +49,7 @@ class RealEngine:
 
 LORA = {"enable_lora": True, "max_loras": 2}
 FAMILY = "llama"
-"""Of the demo model, which all tests here run."""
+"""Family of the demo model, which all tests here run."""
 _RUNS = {
     "vllm": ("vllm",),
     "plugin_vllm": ("vllm",),

@@ -14,7 +14,7 @@ from tests.integration.gateway.usage_ledger import Ledger
 from tests.support.fake_engine import FakeNode
 
 TOKENS = 2
-"""Of the responses of `Paced`."""
+"""Tokens of each response of `Paced`."""
 
 
 async def test_response_with_followers_and_repetitions_counts_once(

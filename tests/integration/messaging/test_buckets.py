@@ -23,7 +23,7 @@ from tests.support.mesh_client import connected_mesh
 from tests.support.servers import NatsServer
 
 NAME = "watched"
-"""Of the test's bucket."""
+"""Name of the test's bucket."""
 _numbers = itertools.count(1)
 WATCHERS = 60
 """Enough to fail: one watcher in ten was wrong."""

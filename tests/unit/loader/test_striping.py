@@ -32,7 +32,7 @@ def content(piece: Piece) -> bytes:
 
 
 Outcome = Callable[[int, Piece, threading.Event], None]
-"""What a source does before it has read a piece; it may raise."""
+"""Runs before a source has read a piece; it may raise."""
 
 
 class Segment:

@@ -124,7 +124,7 @@ class Migrator:
     unsaved: MigrationRecord | None = None
     ended: list[Ended] = field(default_factory=list)
     learned: LearnedSpeeds | None = None
-    """What it keeps from one migration for the next; None: nothing."""
+    """Speeds that it keeps from one migration for the next; None: none."""
     turn: int = 0
     """Number of migrations taken up so far.
 

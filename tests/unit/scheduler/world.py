@@ -67,7 +67,7 @@ class World:
         self.state = ClusterState(epoch=self.epoch, recovered_at=self.now - 100, keep_alive_rule=self.policy.profile.keep)
         self._asked = 0
         self._answers: list[Event] = []
-        """Of nodes to the commands of a decision: they arrive once all of these are sent."""
+        """Answers of nodes to the commands of a decision: they arrive once all are sent."""
 
     def send(self, event: Event) -> Decision:
         before = self.state.fork()

@@ -19,7 +19,7 @@ PROFILE = replace(hydraserve.PROFILE, keep=keep_setting)
 PROMPT, OUTPUT = 100, 401
 """Tokens: 0.1 s to prefill, and 40 s to generate, at 0.1 s each."""
 KV_GB = 0.001
-"""Of a token."""
+"""Size of a token's keys and values."""
 
 
 def machines(devices: int = 1, device_gb: float = 20, **runtime: object) -> ClusterFile:

@@ -11,7 +11,7 @@ from tests.unit.scheduler.world import World
 
 SUSPENDED, RESUMING = InstanceState.SUSPENDED, InstanceState.RESUMING
 NEED = 324 * MIB
-"""Of a model with 100 MiB of weights."""
+"""Reservation of a model with 100 MiB of weights."""
 ONE = NEED + 100 * MIB
 
 

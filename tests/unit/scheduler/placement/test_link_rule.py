@@ -16,7 +16,7 @@ from tests.unit.scheduler.world import World
 
 WEIGHTS = 158 * MIB
 SPEED = 20 * MIB
-"""Of a node's link: the whole model takes 7.9 s alone."""
+"""Bandwidth of a node's link: the whole model takes 7.9 s alone."""
 
 
 def add(w: World, name: str, **options: Any) -> None:

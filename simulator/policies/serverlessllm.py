@@ -17,7 +17,7 @@ from services.scheduler.domain.policies.common import (
     list_movable,
     per_request,
 )
-from services.scheduler.domain.policies.knapsack import EvictionCandidate, least_time, ways_out
+from services.scheduler.domain.policies.knapsack import EvictionCandidate, least_time
 from services.scheduler.domain.policies.port import Ask, Clearance, DeviceView, Option, Profile
 
 
@@ -28,7 +28,7 @@ def clear(ask: Ask, device: DeviceView, short: int, now: float) -> Clearance | N
     after the longest queue. The penalty is the total time.
     """
     idle = [EvictionCandidate(r.key, r.nbytes, r.last_used, unload_s=0.0) for r in list_inactive(device, ask.model)]
-    serving = [EvictionCandidate(r.key, r.nbytes, r.last_used, ways_out(r)) for r in list_movable(device, ask.model)]
+    serving = [EvictionCandidate(r.key, r.nbytes, r.last_used, r.moves) for r in list_movable(device, ask.model)]
     found = least_time([*idle, *serving], short)
     if found is None:
         return None

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from services.scheduler.domain.policies.port import MigrationTarget, Resident
+from services.scheduler.domain.policies.port import MigrationTarget
 
 MOST_BRANCHES = 2_000
 """Branches that a search examines at most, in some milliseconds: then the best plan is taken."""
@@ -168,9 +168,3 @@ class _Bound:
         if abs(least - best.cost[0]) > _ROUNDING_S:
             return least < best.cost[0]
         return branch.cost[1] - (branch.freed - short) // self._largest[at] <= best.cost[1]
-
-
-def ways_out(resident: Resident) -> tuple[MigrationTarget, ...]:
-    if resident.moves or resident.resume_s is None or not resident.move_to:
-        return resident.moves
-    return (MigrationTarget(resident.move_to, resident.resume_s, resident.nbytes),)

@@ -109,8 +109,6 @@ class Resident:
     """
     resume_s: float | None = None
     """Seconds to migrate its requests: a·(t_in + t_out) + b (ServerlessLLM §6.2), or None."""
-    move_to: str = ""
-    """The device that `resume_s` is for."""
     moves: tuple[MigrationTarget, ...] = ()
     """All known migration targets."""
     remaining_s: float = 0.0

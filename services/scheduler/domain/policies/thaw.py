@@ -34,7 +34,7 @@ from services.scheduler.domain.cost.formulas import total_delay_s
 from services.scheduler.domain.policies import torpor_queue
 from services.scheduler.domain.policies.autoscaling import predict_requests
 from services.scheduler.domain.policies.common import clamp_replicas
-from services.scheduler.domain.policies.knapsack import EvictionCandidate, least_time, ways_out
+from services.scheduler.domain.policies.knapsack import EvictionCandidate, least_time
 from services.scheduler.domain.policies.port import Ask, Clearance, Demand, DeviceView, Option, Profile, Resident, Usage
 
 LEAD_S = 30.0
@@ -143,7 +143,7 @@ def _clearance(how: Clearing, taken: Sequence[Resident], penalty: float) -> Clea
 def _plan_moves(idle: list[Resident], serving: list[Resident], short: int) -> Clearance | None:
     """Return serving victims to migrate and idle ones to evict, with the least total time."""
     leaving = [EvictionCandidate(r.key, r.nbytes, r.last_used, unload_s=_loss(r)) for r in idle]
-    moving = [EvictionCandidate(r.key, r.nbytes, r.last_used, ways) for r in serving if (ways := ways_out(r))]
+    moving = [EvictionCandidate(r.key, r.nbytes, r.last_used, r.moves) for r in serving if r.moves]
     found = least_time([*leaving, *moving], short) if moving else None
     if found is None:
         return None

@@ -97,7 +97,7 @@ def test_destination_receives_no_more_than_its_free_memory() -> None:
 
 def test_instance_without_destination_stays_and_a_single_destination_is_used() -> None:
     assert serverlessllm.clear(ask(), device("s1/0", resident("busy", 10)), 10, 0.0) is None
-    view = device("s1/0", resident("busy", 10, resume_s=3.0, move_to="s2/0"))
+    view = device("s1/0", resident("busy", 10, moves=(MigrationTarget("s2/0", 3.0, 10),)))
     found = serverlessllm.clear(ask(), view, 10, 0.0)
     assert found == Clearance("migrate", ("busy",), 10, 3.0, 3.0, {"busy": "s2/0"})
 

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.contracts.demand import ARRIVALS_WINDOW_S, DEMAND_INTERVAL_S, Demand
+from shared.contracts.objectives import ReportObjectives
 from shared.contracts.phases import Phase, PhaseSpan
 from shared.telemetry.critical_path import critical_path
 from simulator.instances import Run, SimModel
 from simulator.mesh.machine import MeshInstance
+from simulator.mesh.objectives import Objectives
 from simulator.report import Served
 from simulator.workloads.request import Request
 from simulator.world import World
@@ -46,14 +48,20 @@ class Gateway:
 
     Args:
         world: The models and the clock.
-        report_demand: Sends demand to the scheduler.
+        send_demand: Sends demand to the scheduler.
+        send_objectives: Sends the counts of requests with an objective to the scheduler.
         on_load_changed: Called when an engine's load has changed.
     """
 
     def __init__(
-        self, world: World, report_demand: Callable[[Demand], None], on_load_changed: Callable[[MeshInstance], None]
+        self,
+        world: World,
+        send_demand: Callable[[Demand], None],
+        send_objectives: Callable[[ReportObjectives], None],
+        on_load_changed: Callable[[MeshInstance], None],
     ) -> None:
-        self._world, self._send_demand, self._on_load_changed = world, report_demand, on_load_changed
+        self._world, self._send_demand, self._on_load_changed = world, send_demand, on_load_changed
+        self._objectives = Objectives(world.clock, send_objectives)
         self._queues = {name: _Queue(model) for name, model in world.models.items()}
         self.open = 0
         """Requests without an answer so far."""
@@ -93,9 +101,11 @@ class Gateway:
         ended = now + self._world.runtime.reply_ms / 1e3
         tpot = (ended - first) / (run.output - 1) if run.output > 1 and ended > first else 0.0
         in_time = ttft <= model.group.slo_ttft
-        self._world.outcome.served.append(
-            Served(model.name, run.arrived, run.begun - run.arrived, ttft, tpot, in_time, run.pause, ended, run.cold, run.number)
+        served = Served(
+            model.name, run.arrived, run.begun - run.arrived, ttft, tpot, in_time, run.pause, ended, run.cold, run.number
         )
+        self._world.outcome.served.append(served)
+        self._objectives.count(model, served)
         self._trace(run, first)
         run.instance = None
         self.open -= 1
@@ -142,6 +152,7 @@ class Gateway:
         run.waiting = False
         self.open -= 1
         self._world.outcome.given_up.append((run.model.name, run.arrived, run.number))
+        self._objectives.count(run.model, None)
 
     def _dispatch(self, queue: _Queue) -> None:
         while queue.waiting:

@@ -47,19 +47,19 @@ class _Migration:
         if source is None or destination is None or destination.state is not InstanceState.READY:
             self._end("failed")
             return
-        model, runs = source.engine.model, source.engine.runs
+        model, service, runs = source.engine.model, destination.engine.service, source.engine.runs
         if not runs:
             self._end("done")
             return
         gaps = {r: r.prompt + source.engine.tokens_of(r) - self._prepared.get(r, 0) for r in runs}
-        seconds = max(model.resume_seconds(gap) for gap in gaps.values())
-        if self._prepared and (seconds <= 2 * model.resume_seconds(0) + 0.01 or self._number >= ROUNDS):
+        seconds = max(model.resume_seconds(gap, service) for gap in gaps.values())
+        if self._prepared and (seconds <= 2 * model.resume_seconds(0, service) + 0.01 or self._number >= ROUNDS):
             self._hand_over(source, destination)
             return
         self._number += 1
         for run, gap in gaps.items():
             self._prepared[run] = self._prepared.get(run, 0) + gap
-            took = model.resume_seconds(gap) * 1e3
+            took = model.resume_seconds(gap, service) * 1e3
             self._rounds.append(MigrationRound(request_id=str(run.number), number=self._number, tokens=gap, took_ms=took, gap=0))
         self._world.clock.call_later(seconds, self.round)
 

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import groupby
 from math import inf
 
+from services.scheduler.domain.busy import is_busy, is_node_lost_soon
 from services.scheduler.domain.decide import decide
 from services.scheduler.domain.effects import (
     CancelMigration,
@@ -29,10 +30,9 @@ from services.scheduler.domain.effects import (
     SendStop,
     SendSuspend,
 )
-from services.scheduler.domain.events import DemandBatch, DemandReceived, Event, Recovered, Tick
+from services.scheduler.domain.events import DemandBatch, DemandReceived, Event, ObjectivesReported, Recovered, Tick
 from services.scheduler.domain.policies.port import Profile
 from services.scheduler.domain.policy import LIVE, Policy
-from services.scheduler.domain.state.booking_index import DueTimes
 from services.scheduler.domain.state.changes import Put, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Device, Model, Node
@@ -40,7 +40,9 @@ from shared.contracts.demand import Demand
 from shared.contracts.model_info import ModelInfo
 from shared.contracts.models import ModelCard, ModelSpec, Slo
 from shared.contracts.node import NODE_LOST_AFTER_S, STATUS_INTERVAL_S
+from shared.contracts.objectives import ReportObjectives
 from shared.contracts.phases import Phase
+from simulator.clock import Timer
 from simulator.config import GB, ClusterFile, ModelGroup
 from simulator.failures import schedule_failures
 from simulator.instances import Run, SimNode
@@ -53,6 +55,8 @@ from simulator.workloads.request import Request
 from simulator.world import World
 
 TICK_S = 0.25
+IDLE_TICK_S = 1.0
+"""Period of ticks while time alone changes nothing (services/scheduler/loop.py)."""
 WAITED_S = 0.1
 """A plan made later than this after its demand arrived had to wait for room."""
 Job = Callable[[], None]
@@ -118,9 +122,8 @@ class Simulation:
             given,
             profile=profile or given.profile,
             capabilities=live,
-            # Nodes and the gateway count as alive unless they have failed, even without messages.
+            # Nodes count as alive unless they have failed, even without messages.
             node_lost_after_s=NODE_LOST_AFTER_S if fails else inf,
-            demand_lost_after_s=inf,
             # Nodes have no queue of reservations: it would save the duration of one message.
             grant_wait_s=0.0,
             recovery_window_s=0.0,
@@ -131,12 +134,13 @@ class Simulation:
         self.outcome = self.world.outcome
         self._clock, self._delay = self.world.clock, cluster.runtime.message_ms / 1e3
         self._decision = cluster.runtime.decision_ms / 1e3
-        self._ticking, self._fails, self._coming = False, fails, 0
+        self._tick_at, self._next_tick = inf, Timer(lambda: None)
+        self._fails, self._coming = fails, 0
         self._pending_events: list[Event] = []
         self._deciding, self._sent = False, 0
         self.nodes = {name: MeshNode(sim, cluster.runtime) for name, sim in self.world.nodes.items()}
         self.agents = Agents(self.world, self.nodes, self._receive_later, usual, recorded)
-        self._gateway = Gateway(self.world, self._send_demand, self.agents.on_load_changed)
+        self._gateway = Gateway(self.world, self._send_demand, self._send_objectives, self.agents.on_load_changed)
         self.agents.listener = self._gateway
         self._migrator = Migrator(self.world, self.agents, self._gateway, self._receive_later)
         self.state = ClusterState(epoch=1, recovered_at=-1e6)
@@ -212,6 +216,9 @@ class Simulation:
     def _send_demand(self, demand: Demand) -> None:
         delay = self.world.runtime.gateway_ms / 1e3 + self._delay
         self._clock.call_later(delay, lambda: self._receive(DemandReceived(self._clock.now, demand, "w")))
+
+    def _send_objectives(self, report: ReportObjectives) -> None:
+        self._clock.call_later(self._delay, lambda: self._receive(ObjectivesReported(self._clock.now, report, "w")))
 
     def _receive_later(self, event: Event) -> None:
         self._clock.call_later(self._delay, lambda: self._receive(event))
@@ -301,17 +308,14 @@ class Simulation:
         return (*spans, (Phase.SCHEDULE, since, now + self._decision))
 
     def _wake_timer(self) -> None:
-        """Run the scheduler's timer only when something depends on the time."""
-        if self._ticking:
-            return
-        state, dues = self.state, self.state.deadlines
-        first = dues.order[0][0] if isinstance(dues, DueTimes) and dues.order else inf
-        if state.unschedulable or state.claimed or state.cooldowns or state.overload or state.migrations or self._fails:
-            first = self._clock.now
-        if first < inf:
-            self._ticking = True
-            self._clock.at(max(self._clock.now + TICK_S, first), self._tick)
+        """Schedule the next tick as services/scheduler/loop.py does, later while nothing waits."""
+        now, state, policy = self._clock.now, self.state, self._policy
+        busy = is_busy(state, now, policy, IDLE_TICK_S) or is_node_lost_soon(state, now, policy, IDLE_TICK_S)
+        due = now + (TICK_S if busy else IDLE_TICK_S)
+        if due < self._tick_at:
+            self._next_tick.cancel()
+            self._tick_at, self._next_tick = due, self._clock.at(due, self._tick)
 
     def _tick(self) -> None:
-        self._ticking = False
+        self._tick_at = inf
         self._decide(Tick(self._clock.now))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
 
+from services.scheduler.domain.decide import Decision, decide
+from services.scheduler.domain.demand.slo import usage_of
+from services.scheduler.domain.events import Event, Tick
+from services.scheduler.domain.policy import Policy
+from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.profiles import profile_named
 from shared.contracts.loader import PrefetchWeights
 from shared.contracts.node import StartInstance
-from simulator.config import GB, Batching, ClusterFile, Failure, Failures, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
+from simulator.config import GB, Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
 from simulator.instances import Instance, Run
 from simulator.mesh.agents import LOADS_COALESCE_S
 from simulator.mesh.machine import MeshInstance, MeshNode
@@ -22,14 +28,12 @@ START_S = 4.5
 """Duration of a start whose weights are in the node's memory or on its disk."""
 
 
-def simulation(
-    *models: ModelGroup, node: dict[str, object] | None = None, failures: Failures | None = None, **runtime: object
-) -> Simulation:
+def simulation(*models: ModelGroup, node: dict[str, object] | None = None, **runtime: object) -> Simulation:
     links = LinkSpeeds(remote=1, ssd=5, device=20)
     group = NodeGroup.model_validate({"devices": 1, "device_gb": 20, "dram_gb": 100, "links": links, **(node or {})})
     startup = Startup(container_s=4, init_s=0.5, leave_s=0.3)
     settings = {"startup": startup, "message_ms": 0, "capabilities": frozenset(), **runtime}
-    cluster = ClusterFile(nodes=(group,), runtime=Runtime.model_validate(settings), failures=failures or Failures())
+    cluster = ClusterFile(nodes=(group,), runtime=Runtime.model_validate(settings))
     return Simulation(cluster, models, profile_named("thaw"))
 
 
@@ -56,8 +60,7 @@ def test_a_loader_reports_the_memory_that_is_left_for_cached_weights() -> None:
 
 def test_no_prefetch_displaces_likelier_weights_from_full_memory() -> None:
     models = [but("served", keep_alive=-1), but("likely"), but("rare")]
-    failures = Failures(events=(Failure(node="node-0", at=1e5, seconds=1),))  # with failures the scheduler's timer always runs
-    run = simulation(*models, node={"devices": 3, "dram_gb": 20, "ssd_gb": 100}, failures=failures)
+    run = simulation(*models, node={"devices": 3, "dram_gb": 20, "ssd_gb": 100})
     run.agents.weights.prefetch = orders = Mock(wraps=run.agents.weights.prefetch)  # type: ignore[method-assign]  # is observed
     likely = [ask(at, "likely") for at in range(10, 400, 30)]
     run.run([ask(0, "served", 4000), ask(25, "rare"), ask(145, "rare"), *likely])
@@ -137,7 +140,7 @@ def test_fetched_weights_are_cached_where_the_cluster_caches(memory: str, dram: 
             token=1, plan_id="p", instance_id="i", card=card, device_ids=("cuda:0",), reserve_bytes=15 * GB, kv_bytes=0
         )
         run.agents.weights.load(node, MeshInstance(start, Mock(), node.sim.devices[0], 0.0), Mock())
-    run.world.clock.run()
+    run.world.clock.run(until=lambda: run.world.clock.now > 60)
     assert ("m" in node.sim.dram, "m" in node.sim.ssd) == (dram, ssd)
     status = node.loader_status()
     assert (status.dram_budget_bytes > 0, status.ssd_budget_bytes > 0) == (dram, ssd)
@@ -147,3 +150,40 @@ def test_a_cluster_that_caches_nothing_loads_from_its_source_each_time() -> None
     run = simulation(MODEL, node={"ssd_gb": 5}, cache_dram=False, cache_ssd=False)
     run.run([ask(at, "m") for at in range(0, 200, 40)])
     assert run.outcome.loads == {"remote": 5}
+
+
+def test_scheduler_ticks_every_second_while_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: list[float] = []
+
+    def observe(state: ClusterState, event: Event, now: float, policy: Policy) -> Decision:
+        if isinstance(event, Tick):
+            ticks.append(now)
+        return decide(state, event, now, policy)
+
+    monkeypatch.setattr("simulator.mesh.run.decide", observe)
+    simulation(but("pinned", keep_alive=-1, has_ttft_objective=False)).run([ask(0, "pinned"), ask(60, "pinned")])
+    quiet = [at for at in ticks if 20 < at < 59]
+    assert [after - before for before, after in pairwise(quiet)] == pytest.approx([1.0] * (len(quiet) - 1))
+    assert len(quiet) >= 38
+
+
+@pytest.mark.parametrize(
+    ("slo_tpot", "has_ttft_objective", "expected"),
+    [
+        (None, True, {"m": (3, 2), "huge": (1, 0)}),
+        (0.05, False, {"m": (3, 1), "huge": (1, 0)}),
+        (None, False, {}),
+    ],
+)
+def test_gateway_reports_how_many_requests_met_their_objective(
+    slo_tpot: float | None, has_ttft_objective: bool, expected: dict[str, tuple[int, int]]
+) -> None:
+    """The first request waits for a start, and a token takes 0.1 s; one response has one token.
+
+    The huge model fits nowhere. The last request ends after the last report.
+    """
+    objective = {"slo_ttft": 1, "slo_tpot": slo_tpot, "has_ttft_objective": has_ttft_objective}
+    run = simulation(but("m", keep_alive=-1, **objective), but("huge", weights_gb=30, **objective))
+    run.run([ask(0, "m"), ask(5, "huge"), ask(20, "m"), ask(30, "m", output=1), ask(60, "m")])
+    usages = [usage_of(found, run.state.models[name], run.world.clock.now) for name, found in run.state.slo_counts.items()]
+    assert {u.model: (u.total, u.met) for u in usages} == expected

@@ -71,7 +71,7 @@ def test_another_device_and_host_memory_share_a_load(there: int, peer: float | N
     arrived: dict[Phase, float] = {}
     instance = MeshInstance(start, Mock(), target, 0.0)
     simulation.agents.weights.load(node, instance, lambda phase: arrived.update({phase: simulation.world.clock.now}))
-    simulation.world.clock.run()
+    simulation.world.clock.run(until=lambda: simulation.world.clock.now > 60)
     assert arrived[Phase.LOAD] == pytest.approx(seconds)
 
 

@@ -112,6 +112,20 @@ def test_serving_instance_is_migrated_with_its_tokens(profile: str) -> None:
     assert moved.ended == pytest.approx(moved.queued + 0.1 + 60.0 + moved.pause, abs=0.2)
 
 
+def test_rounds_of_a_migration_take_as_long_as_the_destination_computes() -> None:
+    """The 460 tokens at 40.5 s take 4.7 s there, and the next 47 ones 0.57 s."""
+    slow = SERVICE.model_copy(update={"prefill_tokens_per_second": 100})
+    small = MODEL.model_copy(update={"name": "small", "weights_gb": 2.0, "resume_s": 0.1, "services": {"slow": slow}})
+    other, large = small.model_copy(update={"name": "other"}), MODEL.model_copy(update={"name": "large", "weights_gb": 14.5})
+    cluster = machines(1, can=frozenset({"migrate"}), links=LinkSpeeds(remote=0.1, ssd=5, device=20))
+    (fast,) = cluster.nodes
+    cluster = cluster.model_copy(update={"nodes": (fast, fast.model_copy(update={"name": "slow", "kind": "slow", "ssd_gb": 0}))})
+    outcome = run(cluster, [small, other, large], [ask(0, "small", 601), ask(20, "large")])
+    assert outcome.migrations == 1
+    large_served = next(s for s in outcome.served if s.model == "large")
+    assert large_served.queued == pytest.approx(20.5 + 4.7 + 0.57 + 0.3 + 4.5, abs=0.3)
+
+
 def test_migration_may_take_longer_than_an_order_that_no_migrator_claims() -> None:
     small = MODEL.model_copy(update={"name": "small", "weights_gb": 2.0, "resume_s": 12.0})
     large = MODEL.model_copy(update={"name": "large", "weights_gb": 14.5})

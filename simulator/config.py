@@ -247,7 +247,7 @@ class ModelGroup(_Strict):
     slo_ttft: float = Field(gt=0)
     has_ttft_objective: bool = Field(
         default=True,
-        description="False: slo_ttft only counts requests in time, and the scheduler knows no such objective. Only with --mesh.",
+        description="False: slo_ttft only counts requests in time, and the scheduler knows no such objective.",
     )
     slo_tpot: float | None = Field(default=None, gt=0)
     percentile: float = Field(

@@ -33,7 +33,9 @@ class Controller:
             world, self.starts, self._start_at, self.stops.leave, self._served_out, self._grant, self.requeue
         )
         self.stops.migrations = self.migrations
-        self.pipelines = Pipelines(world, self.starts, self.options, self.stops, self._in_service, self._grant, self.requeue)
+        self.pipelines = Pipelines(
+            world, self.starts, self.options, self.stops, self._in_service, self._served_out, self._grant, self.requeue
+        )
         self._hungry: dict[SimModel, None] = {}
         self._open = 0
         self._requests: Sequence[Request] = ()
@@ -139,33 +141,45 @@ class Controller:
     def _grant(self, instance: Instance, run: Run) -> bool:
         """Reserve memory for the request's KV cache where instances have none.
 
-        Reusable weights are evicted for it, and idle instances unless others leave already.
+        Reusable weights are evicted for it, and idle instances unless those that leave already free
+        enough.
         """
         world, model = self.world, instance.model
         if not world.runtime.elastic_kv or not model.kv_per_token or run.kv_bytes:
             return True
         device = instance.parts[0].device
         wanted = min(int(model.kv_per_token * (run.prompt + run.output)), device.budget - model.need)
-        short = wanted - world.free(device)
-        if short > 0:
-            world.asking = model.group.priority
-            exec_s = model.exec_seconds(run.prompt, run.output)
-            ask, view = Ask(model.name, wanted, 0.0, priority=world.asking, exec_s=exec_s), world.view(device)
-            found = world.profile.clear(ask, view, short, world.clock.now)
-            if found is None:
-                return False
-            for key in found.victims:
-                if key.startswith("weights:") and short > 0:
-                    short -= device.drop(key.removeprefix("weights:"), short)
-            if short > 0:
-                if short > sum(r.nbytes for r in view.residents if r.state == "leaving"):
-                    self.stops.clear(device, found)
-                if world.free(device) < wanted:
-                    return False
+        if world.free(device) < wanted and not self._clear_for_kv(run, device, wanted):
+            return False
         run.kv_bytes, run.kv_device = wanted, device
         device.booked += wanted
         world.touch(device)
         return True
+
+    def _clear_for_kv(self, run: Run, device: SimDevice, wanted: int) -> bool:
+        """Clear memory for a KV cache, and return True if it is free at once.
+
+        1. Reusable weights that suffice are evicted.
+        2. Otherwise the request waits for the instances that are leaving, and for what the policy
+           clears besides.
+        """
+        world, model = self.world, run.model
+        world.asking = model.group.priority
+        ask = Ask(model.name, wanted, 0.0, priority=world.asking, exec_s=model.exec_seconds(run.prompt, run.output))
+        short = wanted - world.free(device)
+        found = self.options.choose_victims(ask, device, short)
+        if found is None or not all(key.startswith("weights:") for key in found.victims):
+            short -= sum(r.nbytes for r in world.view(device).residents if r.state == "leaving")
+            found = self.options.choose_victims(ask, device, short) if short > 0 else None
+        if found is None:
+            return False
+        for key in found.victims:
+            if key.startswith("weights:") and short > 0:
+                short -= device.drop(key.removeprefix("weights:"), short)
+        if short > 0:
+            self.stops.clear(device, found)
+        world.touch(device)
+        return world.free(device) >= wanted
 
     def on_finished(self, run: Run) -> None:
         """Record a finished request."""
@@ -209,7 +223,9 @@ class Controller:
             self.pump()
 
     def _record_use(self, model: SimModel, met: bool) -> None:
-        usage = self.world.book[model.name]
+        usage = self.world.book.get(model.name)
+        if usage is None:
+            return
         self.world.book[model.name] = Usage(model.name, usage.total + 1, usage.met + met, usage.percentile)
 
     def _record_end(self) -> None:

@@ -108,14 +108,13 @@ class Instance:
     def _hops(self) -> float:
         return self._runtime.hop_s * len(self.parts) if len(self.parts) > 1 else 0.0
 
-    def prompt_seconds(self, run: Run) -> float:
+    def _compute_seconds(self, run: Run) -> float:
+        """Return the seconds to compute a prompt, or the rest of it, alone on one device."""
         if isinstance(self.service, Fixed):
-            alone = self.service.seconds
-        elif run.tokens:
-            alone = self.model.resume_seconds(max(0, run.prompt + run.tokens - run.prepared), self.service)
-        else:
-            alone = self.model.prefill_seconds(run.prompt, self.service)
-        return alone * self.slowness() + self._hops()
+            return self.service.seconds
+        if _has_context(run):
+            return self.model.resume_seconds(max(0, run.prompt + run.tokens - run.prepared), self.service)
+        return self.model.prefill_seconds(run.prompt, self.service)
 
     def admit(self, run: Run, since: float | None = None) -> None:
         """Start or resume a request.
@@ -144,7 +143,7 @@ class Instance:
             return
         self._respeed_prompts()
         begin = max(now, self._prompts_until) if since is None else since
-        seconds = self.prompt_seconds(run)
+        seconds = self._compute_seconds(run) * self.slowness() + self._hops()
         end = max(now, begin + seconds)
         # The first stage is free for the next prompt when it has computed its layers of this one.
         self._prompts_until = end if self.batches == 1 else begin + (seconds - self._hops()) / self.batches
@@ -159,12 +158,12 @@ class Instance:
         before, self._prompt_slowness = self._prompt_slowness, self.slowness()
         if not self._prompts or before == self._prompt_slowness:
             return
-        now, ratio = self._clock.now, self._prompt_slowness / before
-        self._prompts_until = now + (self._prompts_until - now) * ratio
+        begin, ratio = max(self._clock.now, self._since), self._prompt_slowness / before
+        self._prompts_until = begin + (self._prompts_until - begin) * ratio
         for run, end in list(self._prompts.items()):
             assert run.timer is not None
             run.timer.cancel()
-            self._schedule_prompt(run, now + (end - now) * ratio)
+            self._schedule_prompt(run, begin + (end - begin) * ratio)
         if self._next_pass is not None:
             self._next_pass.cancel()
             self._next_pass = self._clock.at(self._prompts_until, self._pass)
@@ -184,9 +183,9 @@ class Instance:
     def _pass_seconds(self) -> float:
         """Return the seconds to compute all waiting prompts together."""
         assert isinstance(self.service, Batching)
-        fixed = self.service.prefill_ms / 1e3 * self.slowness()
-        tokens = sum(self.prompt_seconds(run) - (0.0 if run.tokens else fixed) for run in self._pending)
-        return tokens + (fixed if any(not run.tokens for run in self._pending) else 0.0)
+        new = sum(not _has_context(run) for run in self._pending)
+        alone = sum(self._compute_seconds(run) for run in self._pending) - self.service.prefill_ms / 1e3 * max(0, new - 1)
+        return alone * self.slowness() + self._hops()
 
     def withhold(self) -> None:
         """Let no result out until `release`."""
@@ -307,7 +306,7 @@ class Instance:
         self._decoding = [d for d in self._decoding if d[2] is not run]
         self._decoding.sort()
         if not any(r.timer is not None for r in self.runs if r is not run):
-            self._prompts_until = self._clock.now
+            self._prompts_until = max(self._clock.now, self._since)
         self._forget(run)
         run.instance = None
         run.release_kv()
@@ -316,7 +315,7 @@ class Instance:
     def become(self, parts: list[Part], pause: float) -> None:
         """Turn a pipeline into one of its stages.
 
-        Decoding pauses while its KV cache is gathered.
+        It computes nothing while its KV cache is gathered.
         """
         now = self._clock.now
         for run in self.runs:
@@ -324,17 +323,26 @@ class Instance:
                 part.device.end(now)
             for part in parts:
                 part.device.begin(now)
-            if run.timer is None:
+            if run.paused_at is None:
                 run.pause += pause
         self._advance()
-        self._since += pause
         self.parts = parts
         self.capacity = self.capacity_of(len(parts))
+        self._respeed_prompts()
+        self.hold(pause)
         self.respeed()
 
     def hold(self, seconds: float) -> None:
-        """Compute no prompt before so many seconds have passed."""
-        self._prompts_until = max(self._prompts_until, self._clock.now + seconds)
+        """Compute nothing for so many seconds; what is under way ends that much later."""
+        if seconds <= 0:
+            return
+        self._advance()
+        self._since = self._clock.now + seconds
+        self._prompts_until = max(self._clock.now, self._prompts_until) + seconds
+        for run, end in list(self._prompts.items()):
+            assert run.timer is not None
+            run.timer.cancel()
+            self._schedule_prompt(run, end + seconds)
         if self._next_pass is not None:
             self._next_pass.cancel()
         self._next_pass = self._clock.at(self._prompts_until, self._pass)
@@ -370,6 +378,11 @@ class Instance:
                     for other in part.device.instances.values():
                         if other is not self and other.runs:
                             other.respeed()
+
+
+def _has_context(run: Run) -> bool:
+    """True if it is resumed: it has tokens, or a part of its KV cache is there."""
+    return bool(run.tokens or run.prepared)
 
 
 def _slowdown_by_turns(part: Part, instance: Instance) -> float:

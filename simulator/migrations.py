@@ -80,13 +80,13 @@ class Migrations:
         """
         if migration.over:
             return
-        source, model = migration.source, migration.source.model
+        source, model, service = migration.source, migration.source.model, migration.destination.service
         if not source.runs:
             self._finish(migration)
             return
         gaps = {r: r.prompt + source.tokens_of(r) - migration.prepared.get(r, 0) for r in source.runs}
-        seconds = max(model.resume_seconds(gap) for gap in gaps.values())
-        least = model.resume_seconds(0)
+        seconds = max(model.resume_seconds(gap, service) for gap in gaps.values())
+        least = model.resume_seconds(0, service)
         first = not migration.prepared
         if not first and (seconds <= 2 * least + 0.01 or migration.rounds >= ROUNDS):
             self._hand_over(migration)

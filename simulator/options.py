@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from services.scheduler.domain.cost.cost import Cost, Way
 from services.scheduler.domain.policies import pipelines
@@ -57,7 +58,8 @@ class Options:
 
     def fetch_begun(self, node: str, key: str, nbytes: float, model: SimModel) -> None:
         now = self._world.clock.now
-        self.ledgers[node] = record_begin(self.ledgers[node], key, int(nbytes), now + model.group.slo_ttft, now)
+        deadline = now + model.group.slo_ttft if model.group.has_ttft_objective else inf
+        self.ledgers[node] = record_begin(self.ledgers[node], key, int(nbytes), deadline, now)
 
     def fetch_ended(self, node: str, key: str) -> None:
         self.ledgers[node] = record_end(self.ledgers[node], key, self._world.clock.now)
@@ -171,7 +173,12 @@ class Options:
         leaving_bytes = sum(r.nbytes for r in view.residents if r.state == "leaving")
         if short <= leaving_bytes:
             return Clearance("leaving", freed_bytes=leaving_bytes)
-        found = world.profile.clear(ask, view, short - leaving_bytes, world.clock.now)
+        return self.choose_victims(ask, device, short - leaving_bytes)
+
+    def choose_victims(self, ask: Ask, device: SimDevice, short: int) -> Clearance | None:
+        """Return the policy's clearance of so many bytes, if the system can carry it out."""
+        world = self._world
+        found = world.profile.clear(ask, world.view(device), short, world.clock.now)
         if found is None or (needed := _NEEDS.get(found.how)) is None or needed in world.can:
             return found
         return replace(found, how="evict") if found.how == "suspend" and self._all_idle(device, found) else None

@@ -31,11 +31,12 @@ class Pipelines:
         options: Options,
         stops: Stops,
         in_service: Callable[[Instance], None],
+        idle: Callable[[Instance], None],
         grant: Callable[[Instance, Run], bool],
         requeue: Callable[[list[Run]], None],
     ) -> None:
         self._world, self._starts, self._options, self._stops = world, starts, options, stops
-        self._in_service, self._grant, self._requeue = in_service, grant, requeue
+        self._in_service, self._idle, self._grant, self._requeue = in_service, idle, grant, requeue
         self._gathering: set[str] = set()
         """Nodes that gather a KV cache."""
         self._queued: list[tuple[Instance, list[Part]]] = []
@@ -124,7 +125,7 @@ class Pipelines:
 
     def _on_whole(self, instance: Instance, part: Part, left: dict[int, Part]) -> None:
         """Split the pipeline once all its successors have the whole model."""
-        if instance.state not in ("ready", "leaving") or part not in instance.parts:
+        if instance.state != "ready" or part not in instance.parts:
             return
         del left[id(part)]
         instance.done.append(part)
@@ -139,7 +140,7 @@ class Pipelines:
         waiting, self._queued = self._queued, []
         taken: set[str] = set()
         for instance, survivors in waiting:
-            if instance.state not in ("ready", "leaving") or len(instance.parts) == 1:
+            if instance.state != "ready" or len(instance.parts) == 1:
                 continue
             nodes = {p.device.node.name for p in instance.parts}
             if nodes & (self._gathering | taken):
@@ -195,8 +196,8 @@ class Pipelines:
             self._starts.retry_waiting(p.device)
         for p in survivors:
             world.touch(p.device)
-        if not instance.runs and instance.state == "ready":
-            self._in_service(instance)
+        if not instance.runs:
+            self._idle(instance)
         if homeless:
             self._requeue(homeless)
 
@@ -237,7 +238,8 @@ class Pipelines:
         new = Instance(f"i{world.plans}", instance.model, [part], world.clock, world.runtime, instance.finished)
         part.device.instances[new.key] = new
         part.device.booked += part.nbytes
-        new.state, new.ready_at, new.load_s, new.source = "ready", world.clock.now, instance.load_s, "pipeline"
+        new.state, new.load_s, new.source = "ready", instance.load_s, "pipeline"
+        new.ready_at = instance.ready_at  # its requests have waited for no other start
         instance.model.instances[new.key] = new
         return new
 

@@ -284,7 +284,8 @@ class Load:
         world, now = self._world, self._world.clock.now
         if self._path:
             self._options.fetch_ended(self._node.name, self._name)
-        cache_weights(world, self._node, self._model, self._tier, whole=len(self._start.instance.parts) == 1)
+        if len(self._start.instance.parts) == 1 and not self._start.resident:
+            cache_weights(world, self._node, self._model, self._tier)
         if world.runtime.startup.stream:
             self._starts.on_arrived(self._start)
         else:
@@ -306,10 +307,8 @@ class Load:
         self._starts.on_arrived(self._start)
 
 
-def cache_weights(world: World, node: SimNode, model: SimModel, tier: Tier, whole: bool) -> None:
-    """Cache fetched weights in the node's memory and on its disk, if there is room."""
-    if not whole:
-        return
+def cache_weights(world: World, node: SimNode, model: SimModel, tier: Tier) -> None:
+    """Cache a fetched model in the node's memory and on its disk, if there is room."""
     if tier == "remote" and world.runtime.cache_ssd:
         node.ssd.add(model.name, model.weights)
     if world.runtime.cache_dram:

@@ -54,7 +54,9 @@ class World:
             allowed = tuple(n for n in homes if not group.kinds or n.group.kind in group.kinds)
             self.models[name] = SimModel(name, number, group, allowed)
         self.outcome.percentiles = {n: m.group.percentile for n, m in self.models.items()}
-        self.book: dict[str, Usage] = {n: Usage(n, percentile=m.group.percentile) for n, m in self.models.items()}
+        self.book: dict[str, Usage] = {
+            n: Usage(n, percentile=m.group.percentile) for n, m in self.models.items() if m.group.has_ttft_objective
+        }
         self._fill()
 
     def _fill(self) -> None:
@@ -74,6 +76,14 @@ class World:
             for node in model.nodes:
                 if node.dram.used + model.weights <= node.dram.capacity:
                     node.dram.add(model.name, model.weights)
+        self.order_caches()
+
+    def order_caches(self) -> None:
+        """Make the more popular models the more recently used ones on disks and in memories."""
+        for node in self.nodes.values():
+            for name in reversed(self.models):
+                node.ssd.touch(name)
+                node.dram.touch(name)
 
     def touch(self, device: SimDevice) -> None:
         """Count a change of a device."""
@@ -129,7 +139,7 @@ class World:
             left, tokens = instance.progress()
             if not instance.moving and len(instance.parts) == 1:
                 resume = model.resume_seconds(tokens)
-                moves = self._moves(device, instance, resume)
+                moves = self._moves(device, instance, tokens)
         return Resident(
             instance.key,
             model.name,
@@ -192,19 +202,22 @@ class World:
             protected_reason="wanted" if wanted else "",
         )
 
-    def _moves(self, device: SimDevice, instance: Instance, resume: float) -> tuple[MigrationTarget, ...]:
+    def _moves(self, device: SimDevice, instance: Instance, tokens: int) -> tuple[MigrationTarget, ...]:
         """Return the devices with room for the instance's model.
 
         Each has the seconds to migrate there.
         """
         model = instance.model
         found = [
-            MigrationTarget(i.parts[0].device.key, resume, model.need + max(0, self.free(i.parts[0].device)))
+            MigrationTarget(
+                i.parts[0].device.key, model.resume_seconds(tokens, i.service), model.need + max(0, self.free(i.parts[0].device))
+            )
             for i in model.instances.values()
             if i is not instance and i.open and len(i.runs) + len(instance.runs) <= i.capacity
         ]
         for other in self.list_roomy(model.need):
             if other is not device and other.node in model.nodes and not any(i.model is model for i in other.instances.values()):
+                resume = model.resume_seconds(tokens, model.service_on(other.node.group.kind))
                 seconds = resume + self.start_seconds(other, model, model.weights)
                 found.append(MigrationTarget(other.key, seconds, self.free(other)))
         return tuple(found)
@@ -309,8 +322,8 @@ class World:
             now - first.arrived,
             len(model.queue),
             f"{model.name}#{first.number}",
-            deadline_s=first.arrived + group.slo_ttft - now,
-            slo_ttft_s=group.slo_ttft,
+            deadline_s=first.arrived + group.slo_ttft - now if group.has_ttft_objective else None,
+            slo_ttft_s=group.slo_ttft if group.has_ttft_objective else None,
             slo_tpot_s=group.slo_tpot,
             priority=group.priority,
             is_heavy=heavy,

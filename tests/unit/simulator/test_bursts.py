@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.domain.policies.common import keep_setting
-from simulator.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime
+from simulator.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
 from simulator.policies import hydraserve
 from simulator.simulate import simulate
 from simulator.workloads.request import Request
@@ -154,3 +154,46 @@ def test_instances_with_fewer_requests_than_they_take_accept_new_ones() -> None:
     outcome = simulate(machines(), [model()], [*burst(8, output=21), *burst(8, output=301), *late], PROFILE)
     assert (outcome.stages, outcome.successors) == ([4], [4])
     assert [s.queued for s in outcome.served if s.at == 12.0] == pytest.approx([0.0] * 8)
+
+
+def test_request_that_waits_for_a_successor_of_a_serving_pipeline_is_not_cold() -> None:
+    """The pipeline runs four requests from 2.5 s on; the others wait until it is split at 10 s."""
+    late = [Request(4.0, "m", PROMPT, 11)] * 2
+    outcome = simulate(machines(stage_batches=False), [model()], [*burst(8), *late], PROFILE)
+    assert [s.queued for s in outcome.served if s.at == 4.0] == pytest.approx([6.0] * 2)
+    assert {(s.at, s.cold) for s in outcome.served} == {(0.0, True), (4.0, False)}
+
+
+def test_prompts_that_are_computed_together_pass_the_stages_once() -> None:
+    """Two stages begin at 5 s; the four prompts take 0.4 s, and each stage's hop 0.05 s."""
+    outcome = simulate(machines(hop_s=0.05), [model(prefill_together=True)], burst(4, output=2), PROFILE)
+    assert outcome.stages == [2]
+    assert [s.ttft for s in outcome.served] == pytest.approx([5 + 0.4 + 2 * 0.05] * 4)
+
+
+@pytest.mark.parametrize("prefill_together", [False, True])
+def test_prompts_of_the_remaining_stage_wait_for_the_gathering(prefill_together: bool) -> None:
+    """A prompt of 1 s begins 0.1 s before the pipeline becomes one instance, at 10 s."""
+    late = Request(9.9, "m", 1000, 2)
+    cluster = machines(stage_batches=False, gather_gb_per_second=1)
+    group = model(prefill_together=prefill_together, kv_mb_per_token=1e3 * KV_GB, replicas_max=1)
+    outcome = simulate(cluster, [group], [*burst(3), late], PROFILE)
+    assert (outcome.stages, outcome.successors) == ([4], [1])
+    found = next(s for s in outcome.served if s.at == 9.9)
+    assert found.pause > 0.5
+    assert found.ttft == pytest.approx(1.0 + found.pause)
+    assert [s.pause for s in outcome.served] == pytest.approx([found.pause] * 4)
+
+
+def test_pipeline_that_leaves_does_not_become_instances() -> None:
+    """It leaves from 8.1 s to 10.6 s, after its keep-alive; the rest of it is there at 10 s."""
+    cluster = machines(startup=Startup(leave_s=2.5))
+    outcome = simulate(cluster, [model(keep_alive=5)], [*burst(16, output=2), Request(11.0, "m", PROMPT, 2)], PROFILE)
+    assert (outcome.stages, outcome.successors) == ([4, 4], [])
+    assert outcome.served[-1].queued == pytest.approx(2.5)
+
+
+def test_start_of_a_pipeline_that_becomes_an_idle_instance_is_predicted_once() -> None:
+    outcome = simulate(machines(), [model()], [*burst(1, output=2), Request(12.0, "m", PROMPT, 2)], PROFILE)
+    assert (outcome.stages, outcome.successors) == ([4], [1])
+    assert len(outcome.prediction_errors) == 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.common import (
     arrivals,
     choose_soonest,
@@ -79,6 +80,30 @@ def test_weights_that_were_read_from_a_disk_are_the_last_to_be_evicted_from_it()
     outcome = run(asks, groups=[BIG.model_copy(update={"keep_alive": 1})], cluster=cluster)
     assert {k: v for k, v in outcome.loads.items() if v} == {"ssd": 2, "remote": 1}
     assert outcome.served[-1].queued == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(("tier", "dram_gb", "ssd_gb"), [("ssd", 0, 20), ("dram", 20, 0)])
+def test_less_popular_models_are_evicted_first_of_those_that_no_start_has_read(tier: str, dram_gb: int, ssd_gb: int) -> None:
+    """There is room for the two most popular models; the third replaces the second."""
+    node = NODES.model_copy(update={"count": 1, "devices": 1, "dram_gb": dram_gb, "ssd_gb": ssd_gb})
+    cluster = ClusterFile(nodes=(node,), runtime=RUNTIME.model_copy(update={"in_dram": True}))
+    outcome = run([ask(0, "big-2"), ask(40, "big-0")], groups=[BIG.model_copy(update={"keep_alive": 1})], cluster=cluster)
+    assert {k: v for k, v in outcome.loads.items() if v} == {"remote": 1, tier: 1}
+
+
+@pytest.mark.parametrize(("has_objective", "first"), [(True, "urgent"), (False, "patient")])
+def test_model_without_an_objective_for_the_first_token_has_no_deadline(has_objective: bool, first: str) -> None:
+    """Two models wait for the device of a busy one; the second one's objective is nearer."""
+    node = NODES.model_copy(update={"count": 1, "devices": 1})
+    cluster = ClusterFile(nodes=(node,), runtime=RUNTIME.model_copy(update={"capabilities": frozenset()}))
+    objectives = {"busy": 10.0, "patient": 1000.0, "urgent": 60.0}
+    groups = [
+        BIG.model_copy(update={"name": n, "copies": 1, "slo_ttft": s, "has_ttft_objective": has_objective})
+        for n, s in objectives.items()
+    ]
+    groups[0] = groups[0].model_copy(update={"service": Fixed(seconds=20)})
+    outcome = simulate(cluster, groups, [ask(0, "busy"), ask(10, "patient"), ask(11, "urgent")], thaw.PROFILE)
+    assert [s.model for s in outcome.served] == ["busy", first, "patient" if first == "urgent" else "urgent"]
 
 
 def test_longest_idle_instance_is_evicted_if_there_is_no_room() -> None:

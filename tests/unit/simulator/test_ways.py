@@ -75,6 +75,14 @@ def test_remaining_tensors_are_reused() -> None:
     assert loads(outcome) == {"dram": 2, "reuse": 2}
 
 
+def test_memory_caches_no_model_of_which_only_a_part_was_fetched() -> None:
+    """Memory has room for one model; b has displaced a there, and 4 of its 10 GB on the device."""
+    models, profile = [model("a", keep_alive=1), model("b", weights_gb=14, keep_alive=1)], replace(PLAIN, uses=frozenset({"reuse"}))
+    machines, asks = cluster(Runtime(), dram_gb=14), [ask(0, "a"), ask(20, "b"), ask(50, "a")]
+    assert held_in_memory(machines, models, asks, profile) == {"b"}
+    assert simulate(machines, models, asks, profile).served[-1].queued == pytest.approx(4)
+
+
 def test_moving_obstructing_regions_takes_the_configured_time() -> None:
     profile = replace(PLAIN, uses=frozenset({"reuse"}))
     runtime = Runtime(in_dram=True, merge_gb_per_second=100, merge_share=0.5)

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
+from services.scheduler.domain.policies import thaw
 from services.scheduler.domain.policies.port import Profile, Resident
 from simulator.config import ClusterFile, ModelGroup
 from simulator.controller import Controller
@@ -143,8 +144,8 @@ class Case:
 class Remembering(World):
     """A world of devices that hold hundreds of functions each (Torpor).
 
-    The policy's view of an unchanged device is cached. A function's popularity (`miss`), which no
-    policy of such devices uses, is that of its last change.
+    The policy's view of an unchanged device is cached. Popularity and rates of functions are those
+    of their last change, so that policies that read them, as `thaw` does, need a `World`.
     """
 
     def __init__(self, cluster: ClusterFile, groups: Sequence[ModelGroup], profile: Profile, seed: int) -> None:
@@ -164,13 +165,14 @@ class Remembering(World):
 
 def run(case: Case, seed: int) -> Outcome:
     """The simulator's `simulate`, with disks that hold more than one copy."""
-    kind = Remembering if case.cluster.runtime.exclusive else World
+    kind = Remembering if case.cluster.runtime.exclusive and case.profile.clear is not thaw.clear else World
     world = kind(case.cluster, case.models, case.profile, seed)
     if case.everywhere:
         for node in world.nodes.values():
             for model in world.models.values():
                 if node.ssd.used + model.weights <= node.ssd.capacity:
                     node.ssd.add(model.name, model.weights)
+        world.order_caches()
     controller = Controller(world)
     if not case.consolidated:
         controller.pipelines.consolidate = lambda instance: None  # type: ignore[method-assign]  # what the ablation leaves out

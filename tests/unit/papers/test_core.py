@@ -10,8 +10,27 @@ from random import Random
 
 import pytest
 
-from bench.papers.core import Claim, Estimate, Options, Result, Row, claims_of, estimate, format_result, summary, write
+from bench.papers.core import (
+    Case,
+    Claim,
+    Estimate,
+    Options,
+    Result,
+    Row,
+    claims_of,
+    estimate,
+    format_result,
+    run,
+    summary,
+    vary_profile,
+    write,
+)
 from bench.papers.traffic import SHAREGPT, azure_like, bursts, shares
+from services.scheduler.domain.policies import thaw
+from services.scheduler.domain.policies.common import keep_until_needed
+from simulator.config import ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup, Runtime
+from simulator.simulate import simulate
+from simulator.workloads.request import Request
 
 
 def test_an_estimate_is_the_mean_with_students_interval() -> None:
@@ -130,3 +149,17 @@ def test_zipf_shares_and_burst_arrivals_match_their_parameters() -> None:
 
 def test_options_scale_the_length() -> None:
     assert Options(scale=0.5).seconds(600) == 300
+
+
+def test_thaw_sees_the_popularity_of_the_moment_on_exclusive_devices() -> None:
+    """The device has room for two of three models; a was popular long before c is requested."""
+    links = LinkSpeeds(remote=1, ssd=5, device=20)
+    node = NodeGroup(devices=1, device_gb=25, dram_gb=100, links=links)
+    cluster = ClusterFile(nodes=(node,), runtime=Runtime(exclusive=True, in_dram=True))
+    models = tuple(ModelGroup(name=n, weights_gb=10, service=Fixed(seconds=0.1), slo_ttft=9) for n in "abc")
+    profile = vary_profile(thaw.PROFILE, "thaw", keep=keep_until_needed)
+    times = [*((2.0 * n, "a") for n in range(10)), (20.0, "b"), (500.0, "b"), (600.0, "b"), (610.0, "c"), (620.0, "b")]
+    requests = [Request(at, name, 1, 1) for at, name in times]
+    outcome = run(Case((), cluster, models, lambda _: requests, profile), 0)
+    assert outcome.loads == simulate(cluster, models, requests, profile).loads
+    assert {tier: n for tier, n in outcome.loads.items() if n} == {"dram": 3, "ready": 12}

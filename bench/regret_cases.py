@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from random import Random
 
@@ -11,7 +11,8 @@ from simulator.workloads.request import Request
 from simulator.workloads.synthetic import DATASETS, Burst, Synthetic, synthetic
 
 REQUESTS = 600
-"""Requests of a case, on average."""
+"""Requests of a case of length 1, on average."""
+_BETWEEN_SEEDS = 1_000_003
 _MOST_COPIES = 40
 _DEVICE_GB = (16, 24, 40, 48, 80)
 
@@ -31,11 +32,18 @@ class RandomCase:
     about: dict[str, float | str]
 
 
-def draw(seed: int) -> RandomCase:
+def draw(seed: int, length: int = 1, repeat: int = 0) -> RandomCase:
     """Draw a case.
 
     Sizes, links, popularity, burstiness, objectives and load are independent of each other. The
     load is the share of the devices' time that executing the requests takes if none waits.
+
+    Args:
+        seed: Seed of the cluster, the models and the workload.
+        length: The workload lasts so many times as long, with as many times the requests and
+            bursts.
+        repeat: Number of the draw of the requests, and of which models are popular. All draws have
+            the same cluster, models and workload.
     """
     random = Random(f"regret:{seed}")
     node = _node(random)
@@ -57,12 +65,10 @@ def draw(seed: int) -> RandomCase:
     busy_s = sum(m.copies * _execution_s(m, lengths.prompt, lengths.output) for m in models) / sum(m.copies for m in models)
     rate = load * node.count * node.devices / busy_s
     seconds = REQUESTS / rate
-    bursts = tuple(
-        Burst(random.uniform(0, seconds), seconds / 20, random.uniform(2, 6)) for _ in range(random.choice((0, 0, 1, 3)))
-    )
+    bursts = [Burst(random.uniform(0, seconds), seconds / 20, random.uniform(2, 6)) for _ in range(random.choice((0, 0, 1, 3)))]
     traffic = Synthetic(
         requests_per_second=rate,
-        seconds=seconds,
+        seconds=length * seconds,
         cv=random.choice((0.5, 1.0, 2.0, 4.0, 8.0)),
         zipf=random.uniform(0.0, 1.5),
         popularity=random.choice(("zipf", "zipf", "azure")),
@@ -71,7 +77,7 @@ def draw(seed: int) -> RandomCase:
         length_cv=lengths.cv,
         each=random.random() < 0.7,
         models_shuffled=True,
-        bursts=bursts,
+        bursts=tuple(replace(b, at=b.at + n * seconds) for n in range(length) for b in bursts),
     )
     names = names_of(models)
     about: dict[str, float | str] = {
@@ -81,10 +87,10 @@ def draw(seed: int) -> RandomCase:
         "models_gb": round(sum(m.copies * (m.weights_gb + m.kv_gb) for m in models)),
         "load": round(load, 2),
         "cv": traffic.cv,
-        "seconds": round(seconds),
+        "seconds": round(traffic.seconds),
     }
     cluster = ClusterFile(nodes=(node,), runtime=runtime)
-    return RandomCase(seed, cluster, models, tuple(synthetic(traffic, names, seed)), about)
+    return RandomCase(seed, cluster, models, tuple(synthetic(traffic, names, seed + repeat * _BETWEEN_SEEDS)), about)
 
 
 def _node(random: Random) -> NodeGroup:

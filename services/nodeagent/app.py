@@ -41,7 +41,7 @@ from services.nodeagent.engines.process import find_log_writer
 from services.nodeagent.engines.spares import Spares
 from services.nodeagent.engines.zygote import MAX_SOCKET_PATH, ZygoteLauncher
 from services.nodeagent.loop import Loop
-from services.nodeagent.settings import NodeagentSettings
+from services.nodeagent.settings import PROBE_EVERY_S, PROBE_WITHIN_S, NodeagentSettings
 from services.nodeagent.settings_syntax import labels
 from services.nodeagent.suspend.factory import open_suspender, read_swap, snapshot_budget
 from shared.contracts import subjects
@@ -62,7 +62,6 @@ from shared.unit_charges import units_by_device
 log = logging.getLogger(__name__)
 _RELEASES_WITHIN_S = 2.0
 _STOPPING_WITHIN_S = 5.0
-_PROBE_EVERY_S, _PROBE_WITHIN_S = 1.0, 2
 
 
 async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
@@ -206,8 +205,8 @@ class Nodeagent:
         they have.
         """
         while any(i.adopt_until is not None for i in self.loop.state.instances.values()):
-            self.loop.post(e.NatsProbed(await self.mesh.probe(_PROBE_WITHIN_S)))
-            await asyncio.sleep(_PROBE_EVERY_S)
+            self.loop.post(e.NatsProbed(await self.mesh.probe(PROBE_WITHIN_S)))
+            await asyncio.sleep(PROBE_EVERY_S)
 
     async def _report_ready(self) -> None:
         """Ready is a node whose next engine does not wait for imports."""

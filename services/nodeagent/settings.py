@@ -11,6 +11,11 @@ from services.nodeagent.settings_syntax import labels, parse_bytes, parse_device
 from shared.settings import NodeSettings
 
 SPARE_CAPABLE = ("vllm",)
+PROBE_EVERY_S, PROBE_WITHIN_S = 1.0, 2
+"""Seconds between probes of the connection to NATS while engines are adopted, and for an answer.
+
+Engines that do not answer are to blame only if NATS answers this agent.
+"""
 
 
 class NodeagentSettings(NodeSettings):
@@ -46,7 +51,12 @@ class NodeagentSettings(NodeSettings):
         default_factory=lambda: os.cpu_count() or 1, ge=1, description="Compute threads of an engine on cpu; all cores by default."
     )
     stop_timeout: float = Field(default=10.0, ge=0, description="Seconds running requests get when the nodeagent is stopped.")
-    adopt_timeout: float = Field(default=10.0, gt=0, description="Seconds an engine has to answer a restarted nodeagent.")
+    adopt_timeout: float = Field(
+        default=20.0,
+        gt=PROBE_EVERY_S + PROBE_WITHIN_S,
+        description="Seconds an engine has to answer a restarted nodeagent; then it is ended. One whose connection to NATS is half-open may "
+        "notice that only after 15 s.",
+    )
     engine_log_bytes: int = Field(
         default=16 * 1024 * 1024,
         ge=64 * 1024,

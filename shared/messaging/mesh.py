@@ -42,6 +42,9 @@ HEADROOM_BYTES = 16 * 1024
 """Kept free below `max_payload`: headers count too, and one byte over it closes the connection for
 good.
 """
+_PING_INTERVAL_S, _OUTSTANDING_PINGS = 5, 2
+HALF_OPEN_WITHIN_S = _PING_INTERVAL_S * (_OUTSTANDING_PINGS + 1)
+"""Seconds in which a client notices a half-open connection by its own pings."""
 _YIELD_AFTER_BYTES = 16 << 10
 """Half of nats-py's read: a shorter one has emptied the stream."""
 
@@ -73,8 +76,8 @@ class Mesh:
             allow_reconnect=True,
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; the stub says int, the client takes fractions
-            ping_interval=5,
-            max_outstanding_pings=2,
+            ping_interval=_PING_INTERVAL_S,
+            max_outstanding_pings=_OUTSTANDING_PINGS,
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
@@ -169,8 +172,8 @@ class Mesh:
     async def probe(self, within_s: float) -> bool:
         """Return True if the server answers. A connection on which it does not is opened again.
 
-        The client itself notices a half-open connection after 10 to 15 s. Calls at the same time
-        share one probe, because a new connection loses the answers to all others.
+        The client itself notices a half-open connection within `HALF_OPEN_WITHIN_S`. Calls at the
+        same time share one probe, because a new connection loses the answers to all others.
 
         Args:
             within_s: Seconds in which it has to answer; a pause of this process counts less.

@@ -192,7 +192,7 @@ class Policy:
     """
 
     kill_grace_s: float = 5.0
-    adopt_s: float = 10.0
+    adopt_s: float = 20.0
     keep_failed_s: float = 60.0
     keep_stopped_s: float = 4.0
 

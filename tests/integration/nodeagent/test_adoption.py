@@ -156,7 +156,7 @@ async def test_an_engine_without_a_recorded_pid_is_found(node: Node) -> None:
 
 
 async def test_silent_engine_is_killed_after_the_adoption_timeout(nats_server: NatsServer, tmp_path: Path) -> None:
-    async with running_node(nats_server.url, tmp_path, THAW_ADOPT_TIMEOUT="0.5") as node:
+    async with running_node(nats_server.url, tmp_path, THAW_ADOPT_TIMEOUT="3.5") as node:
         instance_id = await node.start({"mute": True, "ignore_term": True})
         pid = (await node.reaches(instance_id, READY)).pids[0]
         node.kill_agent()

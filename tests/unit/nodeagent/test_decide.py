@@ -302,7 +302,7 @@ def test_adopted_instance_is_reported_immediately_and_fails_on_silence() -> None
     assert state(new) is InstanceState.READY
     assert e.Ping("i") in effects
     assert new.state.ledger.sum_reserved("cpu:0") == 60
-    effects = new.receive(e.Tick(), after=11)
+    effects = new.receive(e.Tick(), after=new.state.policy.adopt_s + 1)
     assert state(new) is InstanceState.FAILED
     assert e.Signal("i", "kill") in effects
 
@@ -312,7 +312,7 @@ def test_adopted_engine_that_responds_stays_ready() -> None:
     ready(old)
     new.receive(e.Adopted(old["i"], True, ERROR))
     new.receive(e.EngineReported(report()))
-    new.receive(e.Tick(), after=11)
+    new.receive(e.Tick(), after=new.state.policy.adopt_s + 1)
     assert state(new) is InstanceState.READY
 
 
@@ -322,7 +322,7 @@ def test_silent_engines_are_not_ended_while_nats_does_not_answer_the_agent() -> 
     new.receive(e.Adopted(old["i"], True, ERROR))
     assert new.receive(e.NatsProbed(True), after=3) == (e.Ping("i"),), "it has not reported"
     assert new.receive(e.NatsProbed(False), after=3) == ()
-    new.receive(e.Tick(), after=9)
+    new.receive(e.Tick(), after=new.state.policy.adopt_s - 1)
     assert state(new) is InstanceState.READY
     new.receive(e.Tick(), after=2)
     assert state(new) is InstanceState.FAILED, "NATS has answered, and the engine has not"

@@ -20,7 +20,7 @@ from tests.unit.nodeagent.world import ERROR, World
 
 async def test_the_connection_is_probed_as_soon_as_engines_are_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short THAW_ADOPT_TIMEOUT leaves no time for a second probe."""
-    monkeypatch.setattr(app, "_PROBE_EVERY_S", 3600.0)
+    monkeypatch.setattr(app, "PROBE_EVERY_S", 3600.0)
     loop = Loop(World().state, lambda _: None)
     loop.post(e.Adopted(World().ready(), alive=True, error=ERROR))
     deciding = asyncio.create_task(loop.run())

@@ -7,6 +7,7 @@ import pytest
 from services.nodeagent.settings import NodeagentSettings
 from services.nodeagent.settings_syntax import WantedDevice, labels, parse_bytes, parse_devices
 from shared.device_list import separate_devices
+from shared.messaging.mesh import HALF_OPEN_WITHIN_S
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,14 @@ def test_node_labels_are_parsed() -> None:
         labels("zone")
 
 
-@pytest.mark.parametrize("setting", [{"devices": "cpu"}, {"cpu_reserve": "some"}, {"labels": "x"}, {"engine_threads": 0}])
+@pytest.mark.parametrize(
+    "setting", [{"devices": "cpu"}, {"cpu_reserve": "some"}, {"labels": "x"}, {"engine_threads": 0}, {"adopt_timeout": 3}]
+)
 def test_settings_are_checked_at_the_start(setting: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="validation error"):
         NodeagentSettings.model_validate(setting)
+
+
+def test_engines_have_time_to_notice_a_half_open_connection() -> None:
+    """A good engine would be ended otherwise."""
+    assert NodeagentSettings().adopt_timeout > HALF_OPEN_WITHIN_S

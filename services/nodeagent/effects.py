@@ -280,7 +280,7 @@ class EffectRunner:
     async def _detach(self, instance_id: str, pid: int) -> None:
         """Detach a shared instance; end its executor if that does not answer.
 
-        If the instance's memory is still mapped, or NATS was unreachable, nothing is posted, and
+        If the instance's memory is still mapped, or NATS may be unreachable, nothing is posted, and
         the decision to end the instance is repeated after the grace period.
         """
         if instance_id in self._detaching:
@@ -291,11 +291,11 @@ class EffectRunner:
             detached = await self._executors.detach(instance_id, pid, _DETACHES_WITHIN_S)
         except (Unreachable, DeadlineExceeded) as silent:
             fields = {"instance": instance_id, "pid": pid, "error": silent.message}
-            if was_nats_away(self._mesh, reconnections):
-                log.warning("failed to detach an instance while NATS was unreachable; retrying", extra=fields)
-                return  # its executor serves other models, and is not to blame
+            is_away = was_nats_away(self._mesh, reconnections)
+            if is_away or not self._executors.note_silent(pid, _DETACHES_WITHIN_S):
+                log.warning("failed to detach an instance; asking its executor again", extra={**fields, "is_nats_away": is_away})
+                return  # the executor serves other models, and may not be to blame
             log.error("the executor does not answer; ending it", extra=fields)
-            self._executors.note_silent(pid, _DETACHES_WITHIN_S)
             self.processes.send(instance_id, "kill")
         except (ThawError, NatsError) as fault:
             log.error("failed to detach an instance", extra={"instance": instance_id, "pid": pid, "error": str(fault)})

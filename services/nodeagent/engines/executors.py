@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -32,6 +32,7 @@ from shared.contracts.executor import (
 )
 from shared.errors import EngineFailed, Unreachable
 from shared.logfiles import ASIDE, sort_newest_first
+from shared.messaging.mesh import HALF_OPEN_WITHIN_S
 from shared.restart_records import recover_records, write_record
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ _POLL_S = 0.01
 _REACHED_AGAIN_S = 0.1
 _WATCHED_EVERY_S = 1.0
 _ENDS_WITHIN_S = 5.0
+_LOST_AFTER_S = HALF_OPEN_WITHIN_S + 5.0
 KEPT_LOGS = 8
 
 
@@ -55,6 +57,13 @@ class ExecutorRecord(Frozen):
     @property
     def is_alive(self) -> bool:
         return process_start(self.pid) == self.process_start
+
+
+class _Silence(NamedTuple):
+    """A time in which an executor did not answer, in seconds of the monotonic clock."""
+
+    since: float
+    until: float
 
 
 class Executors:
@@ -90,6 +99,7 @@ class Executors:
         self._culprits: dict[int, str] = {}
         self._stuck: dict[int, str] = {}
         self._silent: set[int] = set()
+        self._silences: dict[int, _Silence] = {}
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with contextlib.suppress(OSError):
             recover_records(self._directory)
@@ -130,6 +140,7 @@ class Executors:
         while True:
             try:
                 await self._request(subjects.executor_control(record.executor_id), command, InstanceAttached)
+                self._silences.pop(record.pid, None)
                 return record.pid
             except Unreachable as e:  # it is connecting to NATS
                 if not record.is_alive or time.monotonic() > deadline:
@@ -159,6 +170,10 @@ class Executors:
                     raise
                 await asyncio.sleep(_REACHED_AGAIN_S)
                 continue
+            except EngineFailed:  # an answer
+                self._silences.pop(pid, None)
+                raise
+            self._silences.pop(pid, None)
             assert isinstance(detached, InstanceDetached)
             return detached
 
@@ -173,15 +188,24 @@ class Executors:
         """True if `watch` has ended the executor because a step did not end."""
         return pid in self._stuck
 
-    def note_silent(self, pid: int, silent_s: float) -> None:
-        """Record that an executor did not answer for `silent_s` seconds, if a step took that long.
+    def note_silent(self, pid: int, silent_s: float) -> bool:
+        """Record that an executor did not answer for `silent_s` seconds.
 
-        The step keeps the interpreter's lock.
+        Returns:
+            True if it is to be ended: a step took that long, and keeps the interpreter's lock; or
+            it had time enough to notice a half-open connection to NATS.
         """
-        record = self._by_pid.get(pid)
-        _, began_ns = self._read_current(record) if record is not None else ("", 0)
-        if began_ns and (time.monotonic_ns() - began_ns) / 1e9 >= silent_s:
+        record, now = self._by_pid.get(pid), time.monotonic()
+        if record is None or not record.is_alive:
+            return True
+        _, began_ns = self._read_current(record)
+        if began_ns and now - began_ns / 1e9 >= silent_s:
             self._silent.add(pid)
+            return True
+        since, until = self._silences.get(pid, (now - silent_s, now))
+        silence = _Silence(since if now - until <= _LOST_AFTER_S else now - silent_s, now)
+        self._silences[pid] = silence
+        return silence.until - silence.since >= _LOST_AFTER_S
 
     def is_silent(self, pid: int) -> bool:
         """True if the agent ended the executor because a step kept it from answering."""
@@ -251,6 +275,7 @@ class Executors:
         self._culprits.pop(pid, None)
         self._stuck.pop(pid, None)
         self._silent.discard(pid)
+        self._silences.pop(pid, None)
         try:
             write_record(self._record_path(executor_id), record.model_dump_json())
             self._prune_logs()

@@ -56,12 +56,14 @@ class FakeExecutors:
     def __init__(self, detach: Callable[[], InstanceDetached]) -> None:
         self._detach = detach
         self.silent: list[int] = []
+        self.is_lost = True
 
     async def detach(self, *_: Any) -> InstanceDetached:
         return self._detach()
 
-    def note_silent(self, pid: int, _: float) -> None:
+    def note_silent(self, pid: int, _: float) -> bool:
         self.silent.append(pid)
+        return self.is_lost
 
     def culprit(self, _: int) -> str:
         return ""
@@ -181,14 +183,21 @@ async def test_executor_is_not_ended_because_nats_was_away(tmp_path: Path) -> No
         assert node.events.empty(), "the decision is repeated"
 
 
-async def test_executor_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_executor_that_does_not_answer_is_ended_unless_its_connection_may_be_half_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
     def hang() -> InstanceDetached:
         raise DeadlineExceeded("no answer")
 
+    sent: list[tuple[str, str]] = []
     async with asyncio.TaskGroup() as tasks:
         node = Node(tmp_path, tasks, instance("i", is_shared=True), mesh=FakeMesh(), detach=hang)
+        node.executors.is_lost = is_lost
+        monkeypatch.setattr(node.runner.processes, "send", lambda *order: sent.append(order))
         node.runner.perform(e.Signal("i", "kill"))
     assert node.executors.silent == [PID]
+    assert sent == ([("i", "kill")] if is_lost else [])
 
 
 async def test_detached_instance_has_exited_and_its_executor_has_not(tmp_path: Path) -> None:

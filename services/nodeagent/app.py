@@ -43,7 +43,7 @@ from services.nodeagent.engines.zygote import MAX_SOCKET_PATH, ZygoteLauncher
 from services.nodeagent.loop import Loop
 from services.nodeagent.settings import PROBE_EVERY_S, PROBE_WITHIN_S, NodeagentSettings
 from services.nodeagent.settings_syntax import labels
-from services.nodeagent.suspend.factory import open_suspender, read_swap, snapshot_budget
+from services.nodeagent.suspend.factory import Checkpoints, open_checkpoints, open_suspender, read_swap, snapshot_budget
 from shared.contracts import subjects
 from shared.contracts.base import Done
 from shared.contracts.engine import EngineReport
@@ -79,12 +79,14 @@ async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
             held.enter_context(records.hold_lock())
             known = list(records.load())
             adopting = any(r.instance.ended_at is None for r in known)
-            devices = open_devices(settings, agent_directory / "budgets.json", adopting=adopting)
+            # In a thread: a driver may take a minute.
+            devices = await asyncio.to_thread(open_devices, settings, agent_directory / "budgets.json", adopting=adopting)
+            checkpoints = await asyncio.to_thread(open_checkpoints, settings, devices)
         except (Conflict, DeviceMissing, OSError) as fault:
             log.error(f"cannot start: {fault}")
             return 2
         async with asyncio.TaskGroup() as tasks:
-            agent = Nodeagent(settings, records, devices, tasks)
+            agent = Nodeagent(settings, records, devices, checkpoints, tasks)
             try:
                 return await agent.serve(known, stop)
             finally:
@@ -94,7 +96,14 @@ async def run(settings: NodeagentSettings, stop: asyncio.Event) -> int:
 class Nodeagent:
     """The parts of one nodeagent."""
 
-    def __init__(self, settings: NodeagentSettings, records: Records, devices: dict[str, Device], tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        settings: NodeagentSettings,
+        records: Records,
+        devices: dict[str, Device],
+        checkpoints: Checkpoints | None,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
         self.settings = settings
         self.mesh = Mesh(settings, f"nodeagent-{settings.node}")
         self.timelines = Timelines(f"nodeagent-{settings.node}")
@@ -111,7 +120,7 @@ class Nodeagent:
         )
         for device in self.executors.list_devices():  # of an earlier agent
             ledger = ledger.set_executor(device, CAPABILITIES["builtin"].runtime_bytes)
-        self.suspender = open_suspender(settings, devices, self.mesh)
+        self.suspender = open_suspender(settings, devices, self.mesh, checkpoints)
         state = NodeState(
             ledger,
             policy,

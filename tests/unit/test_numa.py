@@ -90,7 +90,7 @@ def test_several_nodes_have_a_separate_device_each_by_default() -> None:
 
 
 def test_agent_and_loader_agree_on_the_devices_of_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory, "load_nvml", lambda: None)
+    monkeypatch.setattr(inventory, "load_nvml", lambda _: None)
     settings = NodeagentSettings(node="n", devices="auto")
     found = inventory.open_devices(settings, tmp_path / "budgets.json", adopting=False, nodes=NODES)
     wanted = separate_devices("auto", NODES)
@@ -100,7 +100,7 @@ def test_agent_and_loader_agree_on_the_devices_of_several_nodes(tmp_path: Path, 
 
 
 def test_agent_starts_on_a_full_disk_with_the_stored_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory, "load_nvml", lambda: None)
+    monkeypatch.setattr(inventory, "load_nvml", lambda _: None)
     settings = NodeagentSettings(node="n", devices="auto")
     stored = tmp_path / "budgets.json"
     first = inventory.open_devices(settings, stored, adopting=False, nodes=NODES[:1])["cpu:0"].info.budget_bytes

@@ -40,6 +40,10 @@ class DriverThread:
         Raises:
             TimeoutError: It does not return in time, or an earlier call has not returned yet.
         """
+        return self.call_within(self.within_s, partial(function, *given, **named))
+
+    def call_within(self, within_s: float, call: Callable[[], _Found]) -> _Found:
+        """Make a call that may take other than the usual time. Raises as `call`."""
         with self._turn:
             if self._last is not None and not self._last.done():
                 raise TimeoutError
@@ -47,9 +51,9 @@ class DriverThread:
                 self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
                 self._thread.start()
             self._last = answer = Future[_Found]()
-            self._calls.put((answer, partial(function, *given, **named)))
+            self._calls.put((answer, call))
             for _ in range(_TICKS):
-                if wait((answer,), self.within_s / _TICKS).done:
+                if wait((answer,), within_s / _TICKS).done:
                     return answer.result()
             raise TimeoutError
 

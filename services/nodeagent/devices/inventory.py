@@ -6,9 +6,10 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from services.nodeagent.devices.cpu import CpuDevice, available_bytes
-from services.nodeagent.devices.cuda import CudaDevice, load_nvml
+from services.nodeagent.devices.cuda import CudaDevice, count_gpus, load_nvml
 from services.nodeagent.devices.driver_thread import DriverThread
 from services.nodeagent.devices.port import Device
 from services.nodeagent.settings import NodeagentSettings
@@ -26,7 +27,8 @@ def open_devices(
 ) -> dict[str, Device]:
     """Open the node's devices, by id.
 
-    With `THAW_DEVICES=auto`, a GPU that cannot be read is left out.
+    With `THAW_DEVICES=auto`, a GPU that cannot be read is left out. Blocking: a driver may take a
+    minute, and one that does not answer is given up then.
 
     Args:
         settings: The nodeagent's settings.
@@ -38,14 +40,13 @@ def open_devices(
     Raises:
         DeviceMissing: A device in THAW_DEVICES does not exist or cannot be read.
     """
-    wanted = parse_devices(settings.devices)
-    nvml = load_nvml() if wanted is None or any(w.kind == "cuda" for w in wanted) else None
-    count = int(nvml.nvmlDeviceGetCount()) if nvml is not None else 0
+    wanted, thread = parse_devices(settings.devices), DriverThread()
     is_explicit = wanted is not None
+    uses_gpus = wanted is None or any(w.kind == "cuda" for w in wanted)
+    nvml, count = _open_nvml(thread, is_explicit=is_explicit) if uses_gpus else (None, 0)
     if wanted is None:
         wanted = (*cpu_devices(nodes if nodes is not None else numa_nodes()), *(WantedDevice(f"cuda:{i}") for i in range(count)))
     found: dict[str, Device] = {}
-    thread = DriverThread()
     for each in wanted:
         if each.kind == "cpu":
             budget = _cpu_budget(each, settings, budgets, adopting)
@@ -65,6 +66,21 @@ def open_devices(
     for device_id, device in found.items():
         log.info("device", extra={"device": device_id, "device_name": device.info.name, "budget_bytes": device.info.budget_bytes})
     return found
+
+
+def _open_nvml(thread: DriverThread, *, is_explicit: bool) -> tuple[Any | None, int]:
+    """Return NVML and the number of its GPUs, or None and 0.
+
+    Raises `DeviceMissing` if it does not answer, and THAW_DEVICES names GPUs.
+    """
+    try:
+        nvml = load_nvml(thread)
+        return nvml, count_gpus(nvml, thread) if nvml is not None else 0
+    except DeviceFailed as fault:
+        if is_explicit:
+            raise DeviceMissing(f"THAW_DEVICES names GPUs: {fault.message}") from fault
+        log.error("all GPUs are left out", extra={"reason": fault.message})
+        return None, 0
 
 
 def _store(path: Path, budgets: dict[str, int]) -> None:

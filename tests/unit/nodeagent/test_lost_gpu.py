@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,13 @@ from typing import Any
 import pynvml
 import pytest
 
+from services.nodeagent import app
 from services.nodeagent.adapters.meter import Meter
 from services.nodeagent.devices import inventory
-from services.nodeagent.devices.cuda import CudaDevice
+from services.nodeagent.devices.cuda import CudaDevice, load_nvml
 from services.nodeagent.devices.driver_thread import DriverThread
 from services.nodeagent.settings import NodeagentSettings
+from services.nodeagent.suspend import factory
 from shared.errors import DeviceFailed, DeviceMissing
 from tests.unit.nodeagent.world import World
 
@@ -70,7 +74,7 @@ class Nvml:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
     def open_them(nvml: Nvml, devices: str) -> list[str]:
-        monkeypatch.setattr(inventory, "load_nvml", lambda: nvml)
+        monkeypatch.setattr(inventory, "load_nvml", lambda _: nvml)
         settings = NodeagentSettings(devices=devices, home=tmp_path)
         return list(inventory.open_devices(settings, tmp_path / "budgets.json", adopting=False))
 
@@ -165,3 +169,63 @@ async def test_driver_that_hangs_keeps_one_thread_and_one_call(world: World, nvm
     async with asyncio.timeout(60):
         while (meter.get_private("a"), meter.get_used("cuda:0")) != (40, 40):
             await meter.measure_all()
+
+
+@pytest.fixture
+def hanging_nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """NVML whose initialisation does not return; it gets half a second."""
+    ends = threading.Event()
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: ends.wait(60))
+    monkeypatch.setattr(inventory, "load_nvml", partial(load_nvml, within_s=0.5))
+    yield
+    ends.set()
+
+
+@pytest.mark.usefixtures("hanging_nvml")
+def test_node_starts_without_gpus_if_nvml_does_not_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = NodeagentSettings(devices="auto", home=tmp_path)
+    assert set(inventory.open_devices(settings, tmp_path / "budgets.json", adopting=False, nodes=())) == {"cpu:0"}
+    assert "all GPUs are left out" in caplog.text
+    named = NodeagentSettings(devices="cpu:0=1GiB,cuda:0", home=tmp_path)
+    with pytest.raises(DeviceMissing, match=r"names GPUs: NVML cannot read the driver: no answer within 0.5 s.*nvidia-smi"):
+        inventory.open_devices(named, tmp_path / "budgets.json", adopting=False)
+
+
+def test_gpu_that_the_driver_has_to_initialise_is_not_left_out(monkeypatch: pytest.MonkeyPatch, nvml: Nvml) -> None:
+    """Without persistence mode that takes seconds."""
+
+    def initialise(index: int) -> int:
+        time.sleep(1.2)
+        return index
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", initialise)
+    assert CudaDevice(nvml, 0, None, None, DriverThread(1.0)).info.device_id == "cuda:0"
+
+
+def test_node_without_answer_from_the_cuda_driver_makes_no_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, nvml: Nvml, tmp_path: Path
+) -> None:
+    ends = threading.Event()
+    monkeypatch.setattr(factory, "load_nvml", lambda *_: nvml)
+    monkeypatch.setattr(factory, "open_driver", lambda _: ends.wait(60))
+    devices = {"cuda:0": CudaDevice(nvml, 0, None, None)}
+    try:
+        found = factory.open_checkpoints(NodeagentSettings(home=tmp_path), devices, 0.5)
+    finally:
+        ends.set()
+    assert found is not None
+    assert found.driver is None
+    assert "does not answer within 0.5 s" in found.reason
+
+
+async def test_agent_runs_while_a_driver_is_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its supervisor would take it for hung."""
+    has_run = threading.Event()
+
+    def open_slowly(*_: object, **__: object) -> None:
+        assert has_run.wait(10)
+        raise DeviceMissing("no GPU")
+
+    monkeypatch.setattr(app, "open_devices", open_slowly)
+    asyncio.get_running_loop().call_later(0.01, has_run.set)
+    assert await app.run(NodeagentSettings(home=tmp_path, zygote=False), asyncio.Event()) == 2

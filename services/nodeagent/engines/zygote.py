@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from services.nodeagent.engines.process import find_log_writer
+from services.nodeagent.engines.process import find_log_writer, process_start
 from shared.contracts.engine import ZYGOTE_LINE, EngineExited, EngineForked, EngineStart, ZygoteFailure, ZygoteReady
 from shared.contracts.executor import ExecutorStart
 from shared.contracts.models import ModelCard
@@ -64,6 +64,8 @@ class ZygoteLauncher:
         self._started: list[subprocess.Popen[bytes]] = []
         """Zygotes that this agent has started, and whose exit it has not collected."""
         self._pid: int | None = None
+        self._began_at: int | None = None
+        """Start time of the process `_pid`. A later process may have the pid of an ended zygote."""
         self._writer: asyncio.StreamWriter | None = None
         self._connected = asyncio.Event()
         self._closing = asyncio.Event()
@@ -138,13 +140,14 @@ class ZygoteLauncher:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._forking[start.instance_id] = future
         within_s = _FORK_WITHIN_S if self._has_replied else _START_WITHIN_S
+        pid = self._pid
         try:
             return await run_within(within_s, self._request_fork(start, future))
         except ConnectionError:
             self._connected.clear()  # the reader notices a moment later
             raise
         except TimeoutError as e:
-            await self._kill_hung(within_s)
+            await self._kill_hung(pid, within_s)
             raise ConnectionResetError(f"no answer in {within_s:g} s") from e
         finally:
             self._forking.pop(start.instance_id, None)
@@ -155,14 +158,15 @@ class ZygoteLauncher:
         await self._writer.drain()
         return await answer
 
-    async def _kill_hung(self, silent_s: float) -> None:
+    async def _kill_hung(self, pid: int | None, silent_s: float) -> None:
         """Kill a zygote that does not answer, so that `run` starts another.
 
         The socket and its lock are removed: `run` would connect again to a zygote that does not
         even end, or the next one would find the socket served.
         """
-        pid, writer = self._pid, self._writer
-        assert pid is not None
+        if pid is None or pid != self._pid:
+            return  # another one runs meanwhile
+        writer = self._writer
         assert writer is not None
         log.error("the zygote does not answer; starting another", extra={"pid": pid, "silent_s": silent_s})
         self._connected.clear()
@@ -198,7 +202,8 @@ class ZygoteLauncher:
             self._writer.close()
         if self._pid is None:
             return
-        await _end_process(self._pid, signal.SIGTERM, signal.SIGKILL)
+        if process_start(self._pid) == self._began_at:
+            await _end_process(self._pid, signal.SIGTERM, signal.SIGKILL)
         self._reap()
         self._remove_socket()
 
@@ -224,13 +229,13 @@ class ZygoteLauncher:
         while True:
             with contextlib.suppress(OSError):
                 reader, self._writer = await asyncio.open_unix_connection(str(self._path), limit=_LINE_LIMIT)
-                self._pid = _peer(self._writer)
+                self._remember(_peer(self._writer))
                 log.info("zygote", extra={"pid": self._pid, "adopted": self._process is None})
                 return reader
             if self._process is None:
                 self._process = self._spawn()
                 self._started.append(self._process)
-                self._pid = self._process.pid
+                self._remember(self._process.pid)
             elif (status := self._process.poll()) is not None:
                 raise EngineFailed(f"The zygote ended with status {status}: {log_tail(self._log_path)}")
             if asyncio.get_running_loop().time() > deadline:
@@ -238,6 +243,9 @@ class ZygoteLauncher:
                 await _end_process(self._process.pid, signal.SIGKILL)
                 raise EngineFailed(f"The zygote does not listen on {self._path} after {_START_WITHIN_S:g} s")
             await asyncio.sleep(_CONNECT_POLL_S)
+
+    def _remember(self, pid: int) -> None:
+        self._pid, self._began_at = pid, process_start(pid)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         self._path.unlink(missing_ok=True)
@@ -265,7 +273,7 @@ class ZygoteLauncher:
             try:
                 line = await run_within(_START_WITHIN_S, reader.readline())
             except TimeoutError:
-                await self._kill_hung(_START_WITHIN_S)
+                await self._kill_hung(self._pid, _START_WITHIN_S)
                 return
             while line:
                 try:

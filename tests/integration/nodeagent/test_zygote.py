@@ -23,7 +23,7 @@ from shared.contracts.engine import EngineExited, EngineForked, EngineStart, Zyg
 from shared.contracts.executor import ExecutorStart
 from shared.contracts.node import InstanceState
 from shared.contracts.phases import NEW_ZYGOTE
-from shared.errors import InvalidRequest
+from shared.errors import EngineFailed, InvalidRequest
 from shared.tasks import end
 from tests.integration.nodeagent.harness import ZYGOTE, Node, begin_request, card, gone, running_node
 from tests.support.servers import NatsServer
@@ -280,3 +280,21 @@ async def test_a_start_that_an_older_zygote_cannot_decode_fails(tmp_path: Path) 
                 assert zygotes._writer is not None
                 zygotes._writer.close()
                 await closed.wait()
+
+
+async def test_process_with_the_pid_of_an_ended_zygote_gets_no_signal(tmp_path: Path) -> None:
+    start = ExecutorStart(executor_id="x", node="n", device="cpu:0", log_path=str(tmp_path / "log"), current_path="c")
+    with tempfile.TemporaryDirectory(prefix="thaw-z-") as directory:
+        zygotes = ZygoteLauncher(Path(directory) / "z", tmp_path / "zygote.log", {}, "tests.support.no_such_module")
+        running = asyncio.create_task(zygotes.run())
+        with pytest.raises(EngineFailed, match="does not start"):
+            await zygotes.launch(start)
+        await end(running)
+        stranger = await asyncio.create_subprocess_exec("sleep", "600")
+        try:
+            zygotes._pid = stranger.pid
+            await zygotes.close()
+            assert stranger.returncode is None
+        finally:
+            stranger.kill()
+            assert await stranger.wait() == -signal.SIGKILL

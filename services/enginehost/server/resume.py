@@ -4,7 +4,9 @@ The completions endpoint gets its token ids.
 
 The text of a response lags behind its tokens (half a character, the beginning of a stop string).
 The engine receives the tokens whose text the client has completely, and generates the others again.
-So it finds a stop string that spans the switch, and splits no character.
+So it finds a stop string that spans the switch, and splits no character. A sampling engine would
+generate others: it receives also those whose text the client has in part, and the host sends the
+rest of that text.
 """
 
 from __future__ import annotations
@@ -65,9 +67,7 @@ async def build_request(
         raise Conflict(f"The prompt has {len(prompt)} tokens here, and {resume.prompt_tokens} where it began", param=RESUME)
     choice = resume.choices[0]
     most = _limit_tokens(request, card.context_length - len(prompt))
-    kept, chars = await _count_kept(prompt, choice, most, _text_of(request, api, driver, client))
-    if kept == len(choice.token_ids) and choice.text_chars > chars and request.body.get("temperature") != 0:
-        raise Conflict(f"{card.name} cannot resume this response: not all of its tokens are known", param=RESUME)
+    kept, skip_chars, lead = await _choose_kept(request, prompt, choice, most, _text_of(request, api, driver, client))
     given = (*prompt, *choice.token_ids[:kept])
     body = {k: v for k, v in driver.body(request.body, request.adapter).items() if k not in _CHAT_ONLY}
     body |= {"prompt": list(given), "max_tokens": most - kept, "stream": True, **api.request_fields}
@@ -75,8 +75,30 @@ async def build_request(
     if isinstance(least := body.get("min_tokens"), int):
         body["min_tokens"] = max(0, least - kept)
     body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-    resume_state = ResumeState(resume.head, len(prompt), len(choice.token_ids), kept, choice.text_chars - chars, chat)
+    resume_state = ResumeState(resume.head, len(prompt), len(choice.token_ids), kept, skip_chars, chat, lead)
     return api, json_request("/v1/completions", body), resume_state, given
+
+
+async def _choose_kept(
+    request: InferRequest, prompt: Sequence[int], choice: ResumedChoice, most: int, text_of: TextOf
+) -> tuple[int, int, str]:
+    """Choose the tokens that the engine gets.
+
+    Returns:
+        Their number, characters of regenerated text that the client has, and text that the client
+        gets before the regenerated text.
+
+    Raises:
+        Conflict: The client has text of tokens that are not known.
+    """
+    kept, chars = await _count_kept(prompt, choice, most, text_of)
+    skip_chars = choice.text_chars - chars
+    if request.body.get("temperature") == 0 or skip_chars <= 0:
+        return kept, skip_chars, ""
+    if kept == len(choice.token_ids):
+        raise Conflict(f"{request.model} cannot resume this response: not all of its tokens are known", param=RESUME)
+    begun = await _complete_text(prompt, choice, range(kept + 1, most), _stop_strings(request), text_of)
+    return (begun[0], 0, begun[1]) if begun is not None else (kept, skip_chars, "")
 
 
 def _text_of(request: InferRequest, api: TokenApi, driver: Driver, client: Client) -> TextOf:
@@ -115,6 +137,37 @@ async def _count_kept(prompt: Sequence[int], choice: ResumedChoice, most: int, t
         if len(text) - before <= choice.text_chars and not text.endswith(_TORN):
             return kept, max(0, len(text) - before)
     return 0, 0
+
+
+async def _complete_text(
+    prompt: Sequence[int], choice: ResumedChoice, counts: range, stops: Sequence[str], text_of: TextOf
+) -> tuple[int, str] | None:
+    """The number of tokens whose text the client has at least in part, and the rest of their text.
+
+    Sampled again, these tokens would be others, which do not continue the text that the client has.
+
+    Returns:
+        None if that text may begin a stop string, which the engine finds only in text that it
+        generates itself.
+    """
+    before = len(await text_of(prompt[-_CONTEXT:]))
+    for count in reversed([n for n in counts if n <= len(choice.token_ids)]):
+        text = (await text_of([*prompt[-_CONTEXT:], *choice.token_ids[:count]]))[before:]
+        rest = text[choice.text_chars :]
+        if len(text) >= choice.text_chars and not text.endswith(_TORN) and not _may_stop(rest, stops):
+            return count, rest
+    return None
+
+
+def _stop_strings(request: InferRequest) -> list[str]:
+    found = request.body.get("stop")
+    return [found] if isinstance(found, str) else list(found or ())
+
+
+def _may_stop(text: str, stops: Sequence[str]) -> bool:
+    """True if a stop string is in the text, or may begin in it."""
+    ends = [text[i:] for i in range(len(text))]
+    return any(end.startswith(stop) or stop.startswith(end) for end in ends for stop in stops)
 
 
 _CONTEXT = 8

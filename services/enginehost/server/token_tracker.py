@@ -91,6 +91,7 @@ class ResumeState:
         kept: The part of them that the engine gets; it generates the rest again.
         skip_chars: Characters of regenerated text that the client already has.
         chat: The request is a chat completion.
+        lead: Text that the client gets before the generated text.
     """
 
     head: Mapping[str, Any]
@@ -99,6 +100,7 @@ class ResumeState:
     kept: int
     skip_chars: int
     chat: bool
+    lead: str = ""
 
 
 @dataclass
@@ -128,6 +130,7 @@ class TokenTracker:
     _rest: bytes = b""
     _usage: Usage | None = None
     _chars_to_skip: int = 0
+    _lead: str = ""
     _tokens_to_skip: int = 0
     _has_reported: bool = False
 
@@ -135,6 +138,7 @@ class TokenTracker:
         if self.resume_state is not None:
             self.head = dict(self.resume_state.head)
             self._chars_to_skip = self.resume_state.skip_chars
+            self._lead = self.resume_state.lead
             self._tokens_to_skip = self.resume_state.tokens - self.resume_state.kept
             self._has_reported = True
 
@@ -221,13 +225,16 @@ class TokenTracker:
         return () if self.lost else found.ids
 
     def _text(self, choice: dict[str, Any]) -> str:
-        """Text that the choice gained, without the part that the client has."""
+        """Text that the choice gained: with the lead, and without the part that the client has."""
         delta = choice.get("delta")
         place, name = (delta, "content") if isinstance(delta, dict) else (choice, "text")
         text = place.get(name) or ""
         if self._chars_to_skip and text:
             skipped, text = min(self._chars_to_skip, len(text)), text[self._chars_to_skip :]
             self._chars_to_skip -= skipped
+            place[name] = text
+        if self._lead:
+            text, self._lead = self._lead + text, ""
             place[name] = text
         return text
 

@@ -180,3 +180,15 @@ def test_cached_tokens_of_the_response_are_not_counted_for_the_prompt() -> None:
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, 3, 5)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
     assert tracker.usage.cached_tokens == 2
+
+
+def test_text_before_the_generated_text_is_sent_once() -> None:
+    begun = ResumeState({"id": "first"}, prompt_tokens=2, tokens=2, kept=2, skip_chars=0, chat=True, lead="nd")
+    tracker = TokenTracker(VLLM, chat=True, hide_usage=False, hide_ids=True, resume_state=begun)
+    out, deltas = tracker.feed(
+        event(**HEAD, choices=[{"index": 0, "text": "", "token_ids": [7]}])
+        + event(**HEAD, choices=[{"index": 0, "text": ".", "token_ids": [8], "finish_reason": "stop"}])
+    )
+    events = [json.loads(e[6:]) for e in out.split(b"\n\n") if e]
+    assert [e["choices"][0]["delta"]["content"] for e in events] == ["nd", "."]
+    assert [(d.text, d.token_ids) for d in deltas] == [("nd", (7,)), (".", (8,))]

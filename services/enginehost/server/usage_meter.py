@@ -10,8 +10,14 @@ from pydantic_core import from_json
 from shared.contracts.inference import Usage
 
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
+_DATA = re.compile(rb"^data: ?(\{.*)", re.MULTILINE)
+"""An object in an event. An event's name may precede it."""
+_USAGE = re.compile(rb'"usage": ?(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 _KEPT_BYTES = 64 * 1024
 """Largest event that is held back, and size of the end of a stream that is searched for usage."""
+_BEGIN_BYTES = 4096
+"""Size of the beginning of a stream that is searched: the first event may have the prompt's tokens.
+"""
 _MAX_JSON_BYTES = 8 << 20
 """Larger JSON responses are forwarded without reading their usage."""
 
@@ -34,6 +40,7 @@ class UsageMeter:
         self._json = content_type.startswith("application/json")
         self._hide = hide_usage and self._stream
         self._rest = b""
+        self._begin = b""
         self._tail = bytearray()
         self._usage: Usage | None = None
         self.events = 0
@@ -44,6 +51,8 @@ class UsageMeter:
             return self._without_usage(data)
         if self._stream:
             self.events += data.count(b"data: {")
+            if len(self._begin) < _BEGIN_BYTES:
+                self._begin += data[:_BEGIN_BYTES]
             self._tail += data
             del self._tail[:-_KEPT_BYTES]
         elif self._json and len(self._tail) <= _MAX_JSON_BYTES:
@@ -53,8 +62,11 @@ class UsageMeter:
     def finish(self) -> bytes:
         """Return the bytes still held back. Afterwards `usage` is final."""
         if self._stream:
-            for event in _EVENT_END.split(bytes(self._tail)):
-                self._note(event)
+            for part in (self._begin, bytes(self._tail)):
+                for event in _EVENT_END.split(part):
+                    self._note(event)
+            if self._usage is None and (found := _USAGE.findall(self._tail)):  # of an event that is larger than the tail
+                self._usage = usage_of({"usage": _parse(found[-1])})
         elif self._json and len(self._tail) <= _MAX_JSON_BYTES:
             self._usage = usage_of(_parse(bytes(self._tail)))
         rest, self._rest = self._rest, b""
@@ -86,13 +98,18 @@ class UsageMeter:
 
     def _note(self, event: bytes) -> bool:
         """Record the usage of `event`. Returns whether the event contains nothing else."""
-        if b'"usage"' not in event or not event.startswith(b"data: {"):
+        if b'"usage"' not in event or (data := _DATA.search(event)) is None:
             return False
-        message = _parse(event[6:])
-        found = usage_of(message)
+        message = _parse(data[1])
+        found = _find_usage(message)
         if found is None:
             return False
-        self._usage = found
+        before = self._usage or Usage(prompt_tokens=0)
+        self._usage = Usage(
+            prompt_tokens=found.prompt_tokens or before.prompt_tokens,
+            completion_tokens=found.completion_tokens or before.completion_tokens,
+            cached_tokens=found.cached_tokens or before.cached_tokens,
+        )
         return isinstance(message, dict) and message.get("choices") == []
 
 
@@ -101,6 +118,12 @@ def _parse(data: bytes) -> Any:
         return from_json(data)
     except ValueError:
         return None
+
+
+def _find_usage(message: Any) -> Usage | None:
+    """Return the usage in an event: also in the events of the Responses and Messages APIs."""
+    places = (message, message.get("response"), message.get("message")) if isinstance(message, dict) else ()
+    return next((found for place in places if (found := usage_of(place)) is not None), None)
 
 
 def usage_of(message: Any) -> Usage | None:
@@ -115,10 +138,12 @@ def usage_of(message: Any) -> Usage | None:
     def number(*names: str) -> int:
         return next((v for n in names if isinstance(v := found.get(n), int) and v >= 0), 0)
 
-    details = found.get("prompt_tokens_details")
+    details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+    # The Messages API does not count these as `input_tokens`.
+    apart = number("cache_read_input_tokens"), number("cache_creation_input_tokens")
     return Usage(
-        prompt_tokens=number("prompt_tokens", "input_tokens"),
+        prompt_tokens=number("prompt_tokens", "input_tokens") + sum(apart),
         completion_tokens=number("completion_tokens", "output_tokens"),
-        cached_tokens=cached if isinstance(cached, int) else 0,
+        cached_tokens=(cached if isinstance(cached, int) else 0) or apart[0],
     )

@@ -63,3 +63,35 @@ def test_usage_is_read_from_a_json_response() -> None:
     body = json.dumps({"usage": LAST["usage"]}).encode()
     assert fed(meter, body, [3]) == body
     assert meter.usage.prompt_tokens == 7
+
+
+def named_events(*events: dict[str, object]) -> bytes:
+    """Return a stream of the Messages or Responses API, as vLLM writes it."""
+    return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events).encode()
+
+
+@given(st.lists(st.integers(0, 400), max_size=8), st.booleans())
+def test_usage_of_messages_is_read_from_the_events(cuts: list[int], is_long: bool) -> None:
+    delta: dict[str, object] = {"type": "content_block_delta", "delta": {"text": "x" * 1000}}
+    data = named_events(
+        {"type": "message_start", "message": {"usage": {"input_tokens": 5, "output_tokens": 0, "cache_read_input_tokens": 2}}},
+        *([delta] * (200 if is_long else 1)),
+        {"type": "message_delta", "delta": {}, "usage": {"output_tokens": 6}},
+        {"type": "message_stop"},
+    )
+    meter = UsageMeter("text/event-stream", hide_usage=False)
+    assert fed(meter, data, cuts) == data
+    assert (meter.usage.prompt_tokens, meter.usage.completion_tokens, meter.usage.cached_tokens) == (7, 6, 2)
+
+
+@given(st.lists(st.integers(0, 400), max_size=8), st.booleans())
+def test_usage_of_responses_is_read_from_the_last_event(cuts: list[int], is_long: bool) -> None:
+    usage = {"input_tokens": 7, "input_tokens_details": {"cached_tokens": 2}, "output_tokens": 6, "total_tokens": 13}
+    output = '"usage": {"input_tokens": 1}' * (5000 if is_long else 1)
+    data = named_events(
+        {"type": "response.created", "response": {"id": "r", "usage": None}},
+        {"type": "response.completed", "response": {"id": "r", "output": output, "usage": usage, "user": None}},
+    )
+    meter = UsageMeter("text/event-stream", hide_usage=False)
+    assert fed(meter, data, cuts) == data
+    assert (meter.usage.prompt_tokens, meter.usage.completion_tokens, meter.usage.cached_tokens) == (7, 6, 2)

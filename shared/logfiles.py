@@ -96,9 +96,14 @@ def bound_log(path: Path, limit_bytes: int) -> None:
 
 
 def bound_logs(directory: Path, limit_bytes: int) -> None:
-    """Bound every `*.log` in a directory."""
+    """Bound every `*.log` in a directory.
+
+    A link to another one, as those of the instances in an executor, is left alone.
+    """
+    whole = directory.resolve()
     for path in directory.glob("*.log"):
-        bound_log(path, limit_bytes)
+        if not path.is_symlink() or path.resolve().parent != whole:
+            bound_log(path, limit_bytes)
 
 
 def sort_newest_first(paths: Iterable[Path]) -> list[Path]:

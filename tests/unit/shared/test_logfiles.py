@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.logfiles import bound_log, read_part
+from shared.logfiles import bound_log, bound_logs, read_part
 
 LIMIT = 1 << 16
 
@@ -79,3 +79,17 @@ def test_control_characters_and_invalid_bytes_are_replaced(tmp_path: Path) -> No
     path = tmp_path / "x.log"
     path.write_bytes(b"\x1b[31mred\x1b[0m\x00\t\xff\n")
     assert read_part(path, 10, LIMIT).lines == ("red\t\N{REPLACEMENT CHARACTER}",)
+
+
+def test_log_with_several_names_is_rotated_by_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of instances in an executor are removed with the instances."""
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda directory, pattern: iter(sorted(glob(directory, pattern))))
+    elsewhere = path.parent / "elsewhere" / "y"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text("four\n")
+    for name, target in (("a.log", Path(path.name)), ("z.log", Path(path.name)), ("y.log", elsewhere)):
+        (path.parent / name).symlink_to(target)
+    bound_logs(path.parent, 1)
+    assert (path.read_text(), elsewhere.read_text()) == ("", "")
+    assert {p.name: p.read_text() for p in path.parent.glob("*.1")} == {"x.log.1": "one\ntwo\nthree\nfo", "y.log.1": "four\n"}

@@ -1,10 +1,13 @@
-"""A thread for the calls of a driver that may hang."""
+"""Threads for the calls of a driver that may hang."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
@@ -64,3 +67,34 @@ class DriverThread:
                 answer.set_result(call())
             except BaseException as e:  # the caller's
                 answer.set_exception(e)
+
+
+async def run_in_own_thread(function: Callable[_Given, _Found], *given: _Given.args, **named: _Given.kwargs) -> _Found:
+    """Call `function` in a thread of its own, for which this process does not wait when it ends.
+
+    The threads of `asyncio.to_thread` are few, and a process that ends waits for all of them.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[_Found] = loop.create_future()
+    context = copy_context()
+
+    def call() -> None:
+        found: Future[_Found] = Future()
+        try:
+            found.set_result(context.run(function, *given, **named))
+        except BaseException as e:  # the caller's
+            found.set_exception(e)
+        with suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(_settle, answer, found)
+
+    threading.Thread(target=call, name=f"driver {function.__name__}", daemon=True).start()
+    return await answer
+
+
+def _settle(answer: asyncio.Future[_Found], found: Future[_Found]) -> None:
+    if answer.done():  # cancelled
+        return
+    if (error := found.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(found.result())

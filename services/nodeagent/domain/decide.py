@@ -138,7 +138,8 @@ def _park(transition: Transition, event: _Parking) -> None:
 def _on_tick(transition: Transition) -> None:
     """Handle every deadline that has passed.
 
-    Per instance: 1. drop, 2. retry a release, 3. adoption, 4. drain, 5. kill, 6. start progress.
+    Per instance: 1. drop, 2. retry a release, 3. adoption, 4. drain, 5. kill, 6. suspension,
+    7. start progress.
     """
     for instance in list(transition.state.instances.values()):
         if instance.ended_at is not None:
@@ -154,5 +155,7 @@ def _on_tick(transition: Transition) -> None:
             stopping.on_drain_timeout(transition, instance)
         elif instance.kill_at is not None and instance.kill_at <= transition.now:
             termination.kill(transition, instance)
+        elif instance.suspends_until is not None and instance.suspends_until <= transition.now:
+            suspending.on_suspension_timeout(transition, instance)
         elif instance.awaits_progress and transition.now - instance.progress_at >= instance.command.card.spec.init_timeout:
             starting.on_no_progress(transition, instance)

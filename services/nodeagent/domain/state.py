@@ -172,6 +172,13 @@ class Instance(Frozen):
         return self.state.starting and self.process is not Process.QUEUED and self.kill_at is None
 
     @property
+    def suspends_until(self) -> float | None:
+        """When a suspension in progress is given up: a driver may hang. None: there is none."""
+        if not self.suspend_state.freezing or self.state is not InstanceState.DRAINING or self.stop_asked:
+            return None
+        return self.suspend_state.begun_at + self.command.card.spec.init_timeout
+
+    @property
     def freed_bytes(self) -> int | None:
         """Bytes that the end of this instance freed, once verified."""
         if self.weights_freed is None or self.memory_freed is None:
@@ -272,7 +279,7 @@ def deadlines(state: NodeState) -> list[float]:
     """The times at which a `Tick` has work to do."""
     found = [r.until for r in state.queue]
     for i in state.instances.values():
-        found += [t for t in (i.adopt_until, i.drain_until, i.kill_at, i.release_at) if t is not None]
+        found += [t for t in (i.adopt_until, i.drain_until, i.kill_at, i.release_at, i.suspends_until) if t is not None]
         if i.awaits_progress:
             found.append(i.progress_at + i.command.card.spec.init_timeout)
         if i.ended_at is not None:

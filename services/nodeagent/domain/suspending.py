@@ -305,6 +305,14 @@ def on_suspend_failed(transition: Transition, event: SuspendFailed) -> None:
     _give_up(transition, instance, event.error)
 
 
+def on_suspension_timeout(transition: Transition, instance: Instance) -> None:
+    """Kill an instance whose suspension does not end, for example because the driver hangs."""
+    limit_s = instance.command.card.spec.init_timeout
+    reason = f"its suspension did not end within {limit_s:g} s; init_timeout sets this limit"
+    outlook = instance.suspend_state.outlook.model_copy(update={"way": None, "reason": reason})
+    stopping.begin(transition, transition.park(instance, outlook=outlook), 0.0, reason)
+
+
 def _give_up(transition: Transition, instance: Instance, error: ErrorBody) -> None:
     """Stop the instance instead, and remember the reason."""
     outlook = instance.suspend_state.outlook.model_copy(update={"way": None, "reason": error.message})

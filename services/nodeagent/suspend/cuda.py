@@ -5,11 +5,12 @@ The device is freed, and the processes are frozen.
 Order, for every process with a context: lock all, checkpoint all, then freeze; thaw, restore all,
 unlock all. Freezing before all are locked hangs, and CUDA may misbehave while frozen, according to
 CRIU's maintainers. Requires driver 570 or later and the package cuda-bindings.
+
+A call may hang: each suspension and resume has a thread of its own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import logging
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from uuid import UUID
 
 from services.nodeagent.devices.cpu import available_bytes
+from services.nodeagent.devices.driver_thread import run_in_own_thread
 from services.nodeagent.domain.state import Outlook
 from services.nodeagent.suspend import memory
 from services.nodeagent.suspend.cgroups import Cgroups
@@ -229,7 +231,7 @@ class CudaCheckpoint:
         return others_of_kind(self._gpus, target.device_ids[0])
 
     async def suspend(self, target: Target) -> SuspendResult:
-        taken = await asyncio.to_thread(self._suspend, target)
+        taken = await run_in_own_thread(self._suspend, target)
         self._estimates = self._estimates.learn_suspended(taken.used_bytes, taken.left_bytes)
         return taken
 
@@ -263,7 +265,7 @@ class CudaCheckpoint:
 
     async def resume(self, target: Target) -> None:
         try:
-            await asyncio.to_thread(self._resume, target)
+            await run_in_own_thread(self._resume, target)
         except EngineFailed as e:
             raise RestoreFailed(e.message) from e
         except OSError as e:
@@ -287,7 +289,7 @@ class CudaCheckpoint:
         Raises:
             CannotSuspend: The snapshot stays in host memory.
         """
-        return await asyncio.to_thread(self._spill, target)
+        return await run_in_own_thread(self._spill, target)
 
     def _spill(self, target: Target) -> int:
         try:

@@ -326,6 +326,25 @@ def test_failed_suspension_becomes_a_stop(w: World) -> None:
     assert w.state.ledger.sum_reserved("cpu:0") == 60
 
 
+def test_engine_whose_suspension_does_not_end_is_killed(w: World) -> None:
+    """The driver may hang, and the memory is promised to others."""
+    w.ready()
+    w.receive(e.SuspendCommand(suspend(), 2))
+    w.receive(e.PauseAnswered("i", False))
+    limit_s = w["i"].command.card.spec.init_timeout
+    assert w["i"].suspends_until == w.now + limit_s
+    assert w.receive(e.Tick(), after=limit_s - 1) == ()
+    effects = w.receive(e.Tick(), after=1)
+    assert e.Signal("i", "kill") in effects
+    assert "did not end within" in suspension(w.state, w["i"]).reason
+    w.receive(e.SuspendFailed("i", ERROR))
+    w.receive(e.EngineExited("i", 7, -9, ERROR))
+    w.receive(e.MemoryFreed("i", 60))
+    w.receive(e.WeightsReleased("i", 0))
+    assert w["i"].state is InstanceState.STOPPED
+    assert w.state.ledger.sum_reserved("cpu:0") == 0
+
+
 @pytest.mark.parametrize("is_suspended", [False, True])
 def test_assessment_that_ends_after_the_freeze_is_dropped(w: World, is_suspended: bool) -> None:
     """It would change the way in which the engine is resumed, and book the memory that it had."""

@@ -5,7 +5,10 @@ tests/gpu has the real driver.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -310,3 +313,26 @@ def test_old_driver_is_refused_with_the_required_version(monkeypatch: pytest.Mon
     driver, reason = open_driver(SimpleNamespace(nvmlSystemGetDriverVersion=lambda: "565.57"))
     assert driver is None
     assert "570 or later" in reason
+
+
+async def test_call_that_hangs_keeps_no_thread_of_others(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent measures and cleans up in a few threads, and waits for them when it ends."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    hangs, ends = threading.Event(), threading.Event()
+
+    def lock(self: FakeDriver, pid: int, timeout_ms: int) -> None:
+        hangs.set()
+        assert ends.wait(60)
+        raise EngineFailed("the engine has been killed")
+
+    monkeypatch.setattr(FakeDriver, "lock", lock)
+    suspending = asyncio.create_task(way(driver).suspend(target()))
+    try:
+        async with asyncio.timeout(30):
+            while not hangs.is_set():  # noqa: ASYNC110  # set by a thread
+                await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(lambda: 1) == 1
+    finally:
+        ends.set()
+    with pytest.raises(CannotSuspend, match="has been killed"):
+        await suspending

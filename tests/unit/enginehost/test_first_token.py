@@ -42,7 +42,7 @@ def an_engine(directory: Path, ending: Ending) -> Engine:
     start, reporter = SimpleNamespace(log_path=str(log), instance_id="i"), SimpleNamespace()
     engine = Engine(cast(Any, None), cast(Any, start), Timeline("enginehost"), cast(Any, reporter))
     probes = [HttpRequest("POST", "/v1/completions")]
-    engine.driver = cast(Any, SimpleNamespace(probes=lambda: probes, install_hint=lambda _: ""))
+    engine.driver = cast(Any, SimpleNamespace(probes=lambda _: probes, install_hint=lambda _: ""))
     engine.client, engine._running = cast(Any, ending), cast(Any, ending)
     return engine
 

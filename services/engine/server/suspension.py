@@ -1,4 +1,8 @@
-"""The engine's part in its suspension: pause, and verify its output."""
+"""The engine's part in its suspension: pause, and verify its output.
+
+Commands are carried out one after the other: a nodeagent whose command was not answered in time
+sends the next one while the engine still works on the first.
+"""
 
 from __future__ import annotations
 
@@ -31,35 +35,49 @@ class Suspension:
         self._card = card
         self._serving = serving
         self._before: ProbeOutput | None = None
+        self._is_changed = False
+        self._turn = asyncio.Lock()
 
     async def sleep(self, level: int) -> EngineAsleep:
         """Pause, and record the reference output.
 
-        Raises `InstanceBusy` while requests are running.
+        Raises:
+            InstanceBusy: Requests are running.
+            EngineFailed: The last comparison found another output, which must not become the
+                reference.
         """
         if level != 0:
             raise UnsupportedParameter("The builtin engine has no sleep levels. The nodeagent suspends its process, or stops it")
-        begun = time.monotonic()
-        self._serving.pause()
-        try:
-            self._before = await self._run_probe()
-        except BaseException:
-            self._serving.unpause()
-            raise
-        return EngineAsleep(level=0, took_ms=(time.monotonic() - begun) * 1e3)
+        async with self._turn:
+            begun = time.monotonic()
+            if self._is_changed:
+                raise EngineFailed("The output of the engine has changed since it was suspended. Stop the instance")
+            self._serving.pause()
+            try:
+                self._before = await self._run_probe()
+            except BaseException:
+                self._serving.unpause()
+                raise
+            return EngineAsleep(level=0, took_ms=(time.monotonic() - begun) * 1e3)
 
     async def wake(self) -> EngineProbed:
         """Verify the output, and accept requests again if it is unchanged."""
-        probed = await self.probe()
-        if probed.same:
-            self._serving.unpause()
+        async with self._turn:
+            probed = await self._compare()
+            if probed.same:
+                self._serving.unpause()
         return probed
 
     async def probe(self) -> EngineProbed:
         """Compare the output with the reference."""
+        async with self._turn:
+            return await self._compare()
+
+    async def _compare(self) -> EngineProbed:
         begun = time.monotonic()
         output = await self._run_probe()
-        return EngineProbed(same=self._before is None or output == self._before, took_ms=(time.monotonic() - begun) * 1e3)
+        self._is_changed = self._before is not None and output != self._before
+        return EngineProbed(same=not self._is_changed, took_ms=(time.monotonic() - begun) * 1e3)
 
     async def _run_probe(self) -> ProbeOutput:
         """Serve a probe request and return its tokens or vectors."""
@@ -94,6 +112,8 @@ class Suspension:
                 await done
         except TimeoutError:
             raise EngineFailed(f"The engine did not answer a probe within {_DEADLINE_S:g} s") from None
+        finally:
+            self._serving.cancel(request.request_id)  # the next command finds no request
         if not found:
             raise EngineFailed("The engine answered a probe without a token")
         return tuple(found)

@@ -403,6 +403,9 @@ class Engine(InstanceProcess):
         self._loader.on_status(status)
 
     async def _stop_engine(self) -> None:
+        await self._prefetcher.close()
+        if self._adapters is not None:
+            await self._adapters.close()
         if self._exchange is not None:
             await self._exchange.close()
         if self._batcher is not None:

@@ -22,7 +22,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -81,6 +81,7 @@ class _Attached:
         engine: None once the engine has ended, until its memory is unmapped.
         ranges: Addresses at which the ended engine's weights were mapped.
         lease: Pages that the ended engine's KV cache has borrowed.
+        detaching: Held by the command that detaches it.
     """
 
     engine: Engine | None
@@ -88,6 +89,7 @@ class _Attached:
     running: asyncio.Task[int]
     ranges: tuple[AddressRange, ...] = ()
     lease: KvLease | None = None
+    detaching: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Executor:
@@ -195,17 +197,27 @@ class Executor:
     async def _detach(self, instance_id: str, within_s: float) -> InstanceDetached:
         """End an engine, verify that its weights are no longer mapped, and return borrowed pages.
 
+        A nodeagent that lost NATS may repeat a command that is still carried out.
+
         Args:
             within_s: The nodeagent waits this long for the answer, and then kills the process.
 
         Raises:
             EngineFailed: They are still mapped. A repeated command checks again.
         """
-        begun, before = time.monotonic(), private_bytes()
+        begun = time.monotonic()
         attached = self._attached.get(instance_id)
         if attached is None:
             return InstanceDetached()
         attached.stop.set()
+        async with attached.detaching:
+            if self._attached.get(instance_id) is not attached:
+                return InstanceDetached()
+            return await self._remove(instance_id, attached, begun, begun + within_s)
+
+    async def _remove(self, instance_id: str, attached: _Attached, begun: float, deadline: float) -> InstanceDetached:
+        """Wait for the end of a stopped engine, and release what it had. Raises as `_detach`."""
+        before = private_bytes()
         await asyncio.wait((attached.running,))
         if attached.engine is not None:
             await attached.engine.until_detached()
@@ -214,7 +226,7 @@ class Executor:
             attached.engine = None
         await asyncio.sleep(0)
         ranges = attached.ranges
-        left = await wait_until_unmapped(lambda: mapped_bytes(ranges, self._list_ranges()), begun + within_s)
+        left = await wait_until_unmapped(lambda: mapped_bytes(ranges, self._list_ranges()), deadline)
         _trim()
         if left:
             raise EngineFailed(f"{left} bytes of the weights of {instance_id} are still mapped")

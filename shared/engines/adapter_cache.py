@@ -26,7 +26,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from shared.contracts.engine import LoadedAdapter
 from shared.contracts.models import ModelCard
-from shared.errors import InsufficientMemory
+from shared.errors import InsufficientMemory, ShuttingDown
+from shared.tasks import end
 
 log = logging.getLogger(__name__)
 FAIR_AFTER_S = 2.0
@@ -107,6 +108,7 @@ class AdapterCache(Generic[T]):
         self._waited_since: float | None = None
         self._freed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     def list_loaded(self) -> tuple[LoadedAdapter, ...]:
         there = (e for e in self._entries.values() if e.adapter is not None)
@@ -117,8 +119,11 @@ class AdapterCache(Generic[T]):
 
         Raises:
             InsufficientMemory: The adapter is larger than the budget.
+            ShuttingDown: The cache is closed.
             ThawError: The adapter cannot be loaded.
         """
+        if self._is_closed:
+            raise ShuttingDown("The engine is ending")
         entry = self._entries.get(card.info.revision)
         if entry is None or self._must_queue():
             async with self._turn:
@@ -154,6 +159,17 @@ class AdapterCache(Generic[T]):
             entry.is_registered = False
             self._expire(entry)
 
+    async def close(self) -> None:
+        """End all loads and timers: nothing refers to the adapters afterwards, but their users.
+
+        No adapter is unloaded: the memory of the engine is about to be freed.
+        """
+        self._is_closed = True
+        for entry in self._entries.values():
+            if entry.expiry is not None:
+                entry.expiry.cancel()
+        await end(*self._tasks)
+
     def _must_queue(self) -> bool:
         since = self._waited_since
         return since is not None and asyncio.get_running_loop().time() - since > FAIR_AFTER_S
@@ -173,12 +189,12 @@ class AdapterCache(Generic[T]):
             self._freed.set()
             if not entry.is_registered:
                 self._expire(entry)
-            elif self._keep_s >= 0 and self._entries.get(entry.card.info.revision) is entry:  # 5
+            elif self._keep_s >= 0 and self._entries.get(entry.card.info.revision) is entry and not self._is_closed:  # 5
                 entry.expiry = loop.call_later(self._keep_s, self._expire, entry)
         self._changed()
 
     def _expire(self, entry: _Entry[T]) -> None:
-        if entry.idle:
+        if entry.idle and not self._is_closed:
             self._spawn(self._evict(entry), f"drop {entry.card.name}")
 
     async def _start_load(self, card: ModelCard) -> _Entry[T]:

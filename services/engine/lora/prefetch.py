@@ -18,6 +18,7 @@ from shared.contracts.loader import adapter_holder
 from shared.contracts.models import ModelCard
 from shared.engines.adapter_cache import AdapterCache
 from shared.errors import ThawError
+from shared.tasks import end
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +45,12 @@ class LoraPrefetcher:
         self._count = 0
         self._adapters: AdapterCache[LoraAdapter] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     def load(self, card: ModelCard) -> None:
         """Load `card`'s weights, and attach them once the model is bound."""
+        if self._is_closed:
+            return
         revision = card.info.revision
         if self._adapters is not None:
             self._keep(asyncio.create_task(self._adapters.load_ahead(card), name=f"attach {card.name}"))
@@ -71,6 +75,11 @@ class LoraPrefetcher:
         for prefetch in self._prefetches.values():
             self._keep(asyncio.create_task(self._attach_prefetched(adapters, prefetch), name=f"attach {prefetch.card.name}"))
         self._prefetches = {}
+
+    async def close(self) -> None:
+        """End all loads: the engine ends."""
+        self._is_closed = True
+        await end(*(prefetch.task for prefetch in self._prefetches.values()), *self._tasks)
 
     async def _prefetch(self, card: ModelCard, holder: str) -> None:
         try:

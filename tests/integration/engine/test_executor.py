@@ -32,9 +32,12 @@ from shared.contracts.executor import (
     parse_current,
 )
 from shared.contracts.inference import CancelInfer, InferChunk, InferFailed, InferFinished, InferStarted
+from shared.contracts.loader import adapter_holder
+from shared.contracts.models import ModelCard
 from shared.contracts.phases import Phase
 from shared.errors import EngineFailed, Unreachable
 from tests.integration.engine.processes import FINITE, SLOW, exited, forked, hear_fork, until_streaming
+from tests.support.adapters import adapter_card, write_adapter
 from tests.support.engines import Engines, ZygoteClient
 from tests.support.paced_zygote import Pace
 from tests.support.segments import FakeLoader, card_of
@@ -295,6 +298,48 @@ async def test_detaching_fails_running_requests_and_leaves_other_models_alone(
     assert isinstance(await other.last(), InferFinished)
     again = await executor.detach(first)
     assert again.freed_bytes == 0, "repeating the command is harmless"
+
+
+async def test_repeated_commands_detach_an_instance_once(
+    executor: RunningExecutor, engines: Engines, directories: list[Path], pace: Pace
+) -> None:
+    """A nodeagent that is started again does not know that the first one is carried out."""
+    name = await executor.attach(engines.spec(card_of(directories[0])))
+    with pace.slowed():
+        await until_streaming(await engines.ask(name, "completion", **SLOW))
+        await asyncio.gather(*(executor.detach(name) for _ in range(3)))
+    assert "thaw-test-" not in executor.maps()
+    assert (await executor.report()).instances == ()
+
+
+async def with_adapter(executor: RunningExecutor, directory: Path, tmp_path: Path) -> tuple[str, ModelCard]:
+    """Attach a model that has room for an adapter, and return it with the adapter."""
+    start = executor.engines.spec(card_of(directory, engine_args={"adapter_cache_bytes": 60_000}))
+    return await executor.attach(start), adapter_card(write_adapter(tmp_path / "a", directory), "a")
+
+
+async def test_a_model_with_an_adapter_is_detached(
+    executor: RunningExecutor, engines: Engines, directories: list[Path], tmp_path: Path
+) -> None:
+    """An unused adapter stays loaded for minutes: `keep_alive` of the model."""
+    name, adapter = await with_adapter(executor, directories[0], tmp_path)
+    assert isinstance((await engines.answer(name, "completion", adapter=adapter, **ASKED)).replies[-1], InferFinished)
+    await engines.reported(name, lambda r: bool(r.load.adapters))
+    await executor.detach(name)
+    assert "thaw-test-" not in executor.maps()
+
+
+async def test_a_model_that_loads_an_adapter_is_detached(
+    executor: RunningExecutor, engines: Engines, loader: FakeLoader, directories: list[Path], tmp_path: Path
+) -> None:
+    name, adapter = await with_adapter(executor, directories[0], tmp_path)
+    loader.hold_data()
+    requested = await engines.ask(name, "completion", adapter=adapter, **ASKED)
+    await asyncio.wait_for(loader.held({adapter_holder(name, 1)}), _WITHIN_S)
+    await executor.detach(name)
+    assert isinstance(await requested.last(), InferFailed)
+    assert "thaw-test-" not in executor.maps()
+    loader.release_data()
 
 
 async def test_detaching_does_not_wait_for_the_deadline_of_an_earlier_command(

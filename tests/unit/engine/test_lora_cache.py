@@ -7,6 +7,8 @@ with the KV cache.
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -16,7 +18,7 @@ from services.engine.lora.room import LoraRoom
 from shared.contracts.models import ModelCard
 from shared.engines import adapter_cache
 from shared.engines.adapter_cache import AdapterCache
-from shared.errors import CheckpointInvalid, InsufficientMemory
+from shared.errors import CheckpointInvalid, InsufficientMemory, ShuttingDown
 from tests.unit.engine.lora_cards import card
 
 
@@ -209,6 +211,36 @@ async def test_old_revision_is_dropped_once_unused() -> None:
     store.drop("nobody")
     store.release("r2")
     await settle()
+    assert store.list_loaded() == ()
+
+
+async def test_nothing_keeps_a_closed_cache_in_memory() -> None:
+    """Its engine may be one of several in a process, which unmaps its weights."""
+    store = made(FakeSource(), keep_s=300.0)
+    for name in "ab":
+        await store.acquire(card(name))
+    store.release("a")
+    await store.close()
+    store.release("b")
+    with pytest.raises(ShuttingDown):
+        await store.acquire(card("c"))
+    kept = weakref.ref(store)
+    del store
+    gc.collect()
+    assert kept() is None
+
+
+async def test_loads_of_a_closed_cache_end() -> None:
+    source = FakeSource()
+    source.hold = asyncio.Event()
+    store = made(source, keep_s=300.0)
+    loading = asyncio.create_task(store.load_ahead(card("a")))
+    await settle()
+    loading.cancel()
+    await store.close()
+    source.hold.set()
+    await settle()
+    assert source.events == []
     assert store.list_loaded() == ()
 
 

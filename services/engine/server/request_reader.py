@@ -34,6 +34,7 @@ from shared.contracts.openai import (
 from shared.errors import Conflict, ContextLengthExceeded, InvalidRequest, NotFound, UnsupportedParameter
 from shared.tool_calls.families import takes_text_arguments, tool_format_of
 
+_SHOWN_CHARS = 40
 Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest, EmbeddingRequest)
 Generating = ChatCompletionRequest | CompletionRequest
 
@@ -177,6 +178,7 @@ class RequestReader:
             body.add_generation_prompt,
             body.chat_template_kwargs or {},
         )
+        self._check_embedded(prompt, "messages")
         top = (body.top_logprobs or 0) if body.logprobs else None
         read = self._generation(request_id, body, [(prompt, None)], top, flow, tools)
         if form is None:
@@ -316,9 +318,21 @@ class RequestReader:
 
     def _ids(self, prompt: str | list[int], param: str) -> list[int]:
         if isinstance(prompt, str):
-            return self._tokens.encode(prompt, special_tokens=True)
+            tokens = self._tokens.encode(prompt, special_tokens=True)
+            self._check_embedded(tokens, param)
+            return tokens
         self._known(prompt, param)
         return prompt
+
+    def _check_embedded(self, tokens: list[int], param: str) -> None:
+        """Raise `InvalidRequest` for a token that the tokenizer has and the model has not.
+
+        The step that computes it would fail, with the requests of others, and end an engine on a
+        GPU. Tokenizers of fine-tuned models have such tokens, as a `[PAD]` that was added.
+        """
+        if (token := max(tokens, default=0)) >= self._capacity.vocab_size:
+            text = self._tokens.token_bytes(token).decode(errors="replace")[:_SHOWN_CHARS]
+            raise InvalidRequest(f"{param} has {text!r}, a token that this model has no embedding of. Remove it", param=param)
 
     def _known(self, tokens: list[int], param: str) -> None:
         if any(not 0 <= t < self._capacity.vocab_size for t in tokens):

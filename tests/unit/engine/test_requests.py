@@ -100,6 +100,29 @@ def test_output_formats_of_both_endpoints_become_grammars(tokens: Tokenization) 
     assert read(tokens, {**HELLO, "response_format": {"type": "text"}}).grammar is None
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "body", "param"),
+    [
+        ("completion", {"prompt": "a<pad>"}, "prompt"),
+        ("completion", {"prompt": ["a", "b<pad>c"]}, "prompt"),
+        ("chat", {"messages": [{"role": "user", "content": "<pad>"}]}, "messages"),
+        ("embedding", {"input": ["a", "<pad>"]}, "input"),
+    ],
+)
+def test_text_with_a_token_that_the_model_lacks_is_refused(
+    demo_directory: Path, endpoint: Endpoint, body: dict[str, Any], param: str
+) -> None:
+    """It would fail the step, and with it the requests of others."""
+    tokenizer = Tokenization.read(demo_directory, False).tokenizer
+    vocabulary = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    reader = RequestReader(Tokenization(tokenizer), Capacity(1024, 4096, vocabulary), frozenset({0}), {}, True, "rev")
+    asked = InferRequest(request_id="r", instance_id="i", model="m", endpoint=endpoint, body={"model": "m", **body})
+    with pytest.raises(InvalidRequest, match="'<pad>', a token") as refused:
+        reader.read(asked)
+    assert refused.value.param == param
+
+
 def test_unknown_fields_are_reported_and_inert_ones_are_not(tokens: Tokenization) -> None:
     assert read(tokens, {**HELLO, "user": "u", "metadata": {}, "frobnicate": 1, "min_tokens": 0}).ignored == ("frobnicate",)
 

@@ -241,6 +241,9 @@ class KvDestination:
         except (NotTransferred, ProtocolError, NotInTime, OSError, EOFError, ThawError) as e:
             reason = str(e) or type(e).__name__
             log.info("keys and values are computed, not received", extra={"prepared": transfer.name, "reason": reason})
+        except Exception as e:  # a boundary to the device, whose memory may be full: the sequences are computed
+            reason = f"{type(e).__name__}: {str(e)[:300]}"
+            log.exception("failed to receive keys and values", extra={"prepared": transfer.name})
         finally:
             transfer.use(None)
             self._end(transfer, source, is_usable=not reason and not transfer.is_stopped)

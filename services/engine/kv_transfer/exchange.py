@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +16,7 @@ from services.engine.kv_transfer.source import KvSource, Transferring
 from shared.contracts.kv_transfer import KvOffer
 from shared.errors import ThawError
 
+log = logging.getLogger(__name__)
 REST_WITHIN_S = 0.5
 """Seconds for the tokens that the source generated last. The client waits meanwhile."""
 _KEEP_S = 30.0
@@ -142,6 +144,8 @@ class KvExchange:
                 await self.prepare(batcher, order, None, [c.index for c in unfinished], REST_WITHIN_S)
         except (TimeoutError, ThawError):
             pass
+        except Exception:  # a boundary to the device: the request must get a response
+            log.exception("failed to receive the rest of a request", extra={"request_id": request.request_id})
         finally:
             self._destination.forget(request.prepared)
 

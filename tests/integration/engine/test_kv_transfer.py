@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.engine.generation import kv_transfers
 from services.engine.generation.kv_transfers import KvTransfers
 from shared.contracts.inference import FairShare
 from shared.errors import UnsupportedParameter
@@ -100,6 +101,32 @@ async def test_fault_of_the_connection_costs_only_what_was_not_received(exact: P
         assert flat((await exact.finish(asked))[0]) == flat(whole[0])
     finally:
         proxy.close()
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("CUDA out of memory")
+
+
+async def test_keys_and_values_that_the_device_has_no_memory_for_are_computed(exact: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = exact.whole()
+    asked = await exact.begin()
+    await exact.until_generated(asked, 50)
+    monkeypatch.setattr(kv_transfers, "write_piece", fail)
+    outcome, received = await exact.to.receive(asked.request_id, exact.sequences(asked), await exact.offer(asked))
+    assert "out of memory" in received.reason
+    assert (outcome.received, outcome.left) == (0, 0)
+    assert flat((await exact.finish(asked))[0]) == flat(whole[0])
+
+
+async def test_request_is_resumed_though_its_rest_cannot_be_received(exact: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = exact.whole()
+    asked = await exact.begin()
+    await exact.until_generated(asked, 50)
+    _, received = await exact.to.receive(asked.request_id, exact.sequences(asked), await exact.offer(asked))
+    assert received.reason == ""
+    await exact.until_generated(asked, 80)
+    monkeypatch.setattr(exact.to.exchange._destination, "receive", fail)
+    assert flat((await exact.finish(asked))[0]) == flat(whole[0])
 
 
 CHANGED: dict[str, tuple[dict[str, Any], str]] = {

@@ -225,7 +225,7 @@ class Engine(InstanceProcess):
         self._tokenization = small.tokenization
         self._overlap = await self._begin_overlap(bound, small, index)
         if self._overlap is not None:
-            self._loader.on_mapped(await self._overlap.finish())
+            self._loader.on_mapped(await self._finish_overlap(self._overlap))
             return
         attached = await self._weights.attach(self._start.card, self._start.instance_id, "complete")
         self._timeline.absorb(attached.phases)
@@ -318,6 +318,18 @@ class Engine(InstanceProcess):
         self._reporter.accept_requests()
         log.info("accepting requests while weights arrive", extra={"instance": self._start.instance_id})
         return overlap
+
+    async def _finish_overlap(self, overlap: Overlap) -> WeightsAttached:
+        """Wait for the load. Raises its error, or that of the computing thread."""
+        assert self._computing is not None
+        finishing = asyncio.create_task(overlap.finish(), name="load")
+        try:
+            await asyncio.wait((finishing, self._computing), return_when=asyncio.FIRST_COMPLETED)
+            if not finishing.done():
+                raise await self._group.wait_for_failure(self._computing)
+            return finishing.result()
+        finally:
+            await end(finishing)
 
     def _begin_borrowing(self, memory: GpuKvMemory | None = None) -> KvBorrowing:
         """Borrow pages of the device for the KV cache, unless that has begun.

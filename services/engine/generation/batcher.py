@@ -364,7 +364,7 @@ class Batcher(CommandQueue):
             raise
         except Exception as e:  # a process boundary: the requests of this step fail, the engine continues
             log.exception("a step failed")
-            check_device(e)
+            check_device(e, self._embeddings.device)
             failed = EngineFailed(f"The engine failed while computing: {type(e).__name__}: {str(e)[:300]}")
             error: ThawError = e if isinstance(e, ThawError) else failed  # the load of the weights may have failed
             if extra is not None:

@@ -116,7 +116,7 @@ class Embedder:
 
     def __init__(self, model: PreTrainedModel, device: torch.device, pooling: Pooling, *, causal: bool, is_packed: bool) -> None:
         self._model = model.base_model if causal else model
-        self._device = device
+        self.device = device
         self._pool = _POOLS[pooling.mode]
         self._normalize = pooling.normalize
         self._is_packed = is_packed
@@ -135,8 +135,8 @@ class Embedder:
         if dimensions is not None and dimensions > self.dimensions:
             raise InvalidRequest(f"This model's vectors have {self.dimensions} dimensions", param="dimensions")
         longest = max(map(len, inputs))
-        ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in inputs], device=self._device)
-        mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in inputs], device=self._device)
+        ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in inputs], device=self.device)
+        mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in inputs], device=self.device)
         with torch.inference_mode():
             pooled = self._pool(self._compute_hidden(ids, mask).float(), mask)
             if dimensions is not None:
@@ -149,7 +149,7 @@ class Embedder:
         if not self._is_packed:
             hidden: torch.Tensor = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
             return hidden
-        positions = torch.arange(ids.shape[1], device=self._device)[None]
+        positions = torch.arange(ids.shape[1], device=self.device)[None]
         with packed(PackedBatch([Slice(SequenceKV(), 0, ids.shape[1])])):
             output = self._model(input_ids=ids, position_ids=positions, past_key_values=PackedCache(), use_cache=True)
         states: torch.Tensor = output.last_hidden_state

@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from services.engine.domain.fair_slots import Flow
 from services.engine.domain.step_costs import StepCosts
 from services.engine.generation.embedding import Embedder
@@ -41,6 +43,11 @@ class EmbeddingJobs:
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the model."""
+        return self._embedder.device
 
     def requests(self) -> list[EmbedRequest]:
         """Return the requests in the order of arrival."""
@@ -89,7 +96,7 @@ class EmbeddingJobs:
             return [*events, self._break(job, e)]
         except Exception as e:  # a process boundary: this request fails, the engine continues
             log.exception("an embedding failed")
-            check_device(e)
+            check_device(e, self.device)
             error = EngineFailed(f"The engine failed while embedding: {type(e).__name__}: {str(e)[:300]}")
             return [*events, self._break(job, error)]
         self._has_computed = True

@@ -23,21 +23,29 @@ class RunnerLost(Exception):
     """The runner cannot compute any more: the engine ends with this error."""
 
 
-def check_device(cause: Exception) -> None:
+class DeviceLost(RunnerLost):
+    """The GPU of this process does not compute any more."""
+
+
+def check_device(cause: Exception, device: torch.device) -> None:
     """Ask the GPU, after `cause`, whether it still computes.
 
-    After an illegal access, an ECC error or a failed assertion of a kernel, each later CUDA call of
-    the process fails, so that an engine that continued would answer all requests with errors.
+    After an illegal access, an ECC error or a failed assertion of a kernel, each later CUDA call on
+    that GPU fails, so that an engine that continued would answer all requests with errors.
+
+    Args:
+        cause: The error of a step.
+        device: Computed the step. The GPU that is current in this thread may be another one.
 
     Raises:
-        RunnerLost: It does not.
+        DeviceLost: It does not.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     try:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     except RuntimeError as e:
-        raise RunnerLost(f"The GPU does not compute any more: {str(e)[:300]}") from cause
+        raise DeviceLost(f"The GPU does not compute any more: {str(e)[:300]}") from cause
 
 
 @dataclass(frozen=True)

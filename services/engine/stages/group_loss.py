@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 
-from services.engine.generation.runner import RunnerLost
+from services.engine.generation.runner import DeviceLost, RunnerLost
 from shared.errors import EngineFailed
 
 log = logging.getLogger(__name__)
@@ -36,10 +36,13 @@ class GroupLoss:
     async def wait_for_failure(self, computing: asyncio.Future[None]) -> EngineFailed:
         """Wait until the computing thread has failed, or the group has lost a stage."""
         await asyncio.wait((computing, self._reason), return_when=asyncio.FIRST_COMPLETED)
-        if computing.done() and not isinstance(error := computing.exception(), RunnerLost):
+        error = computing.exception() if computing.done() else None
+        if isinstance(error, DeviceLost):
+            return EngineFailed(str(error))
+        if computing.done() and not isinstance(error, RunnerLost):
             if error is not None:  # the thread also ends when the engine is stopped
                 # A process boundary: clients get the error; the scheduler starts another engine.
                 log.error("the computing thread failed", exc_info=error)
             return EngineFailed("The engine's computing thread failed. Its log has the cause (`thaw logs`)")
-        reason = self._reason.result() if self._reason.done() else str(computing.exception())
+        reason = self._reason.result() if self._reason.done() else str(error)
         return EngineFailed(f"A stage of the group has ended, so the group ends. {reason}")

@@ -9,7 +9,7 @@ from services.engine.domain.fair_slots import Flow
 from services.engine.domain.frames import ProtocolError
 from services.engine.generation.flow_work import BACKGROUND, FlowWork
 from services.engine.generation.kv_cache import SequenceKV, Slice
-from services.engine.generation.runner import RunnerLost
+from services.engine.generation.runner import RunnerLost, check_device
 from services.engine.stages.connections import Frame, Inbound, Outbound
 from services.engine.stages.part import StagePart
 from services.engine.stages.stage_kv import StageKv
@@ -103,7 +103,7 @@ class StageSteps:
             computes: False: only look whether it is stopped.
 
         Raises:
-            RunnerLost: The stage before has ended, or broke the protocol.
+            RunnerLost: The stage before has ended or broke the protocol, or this GPU is lost.
         """
         if self._is_stopped:
             return False
@@ -196,6 +196,7 @@ class StageSteps:
             output = to_bytes(part.compute(slices, (), hidden))
         except Exception as e:  # a process boundary: the step fails, the group continues
             log.exception("a step failed")
+            check_device(e, part.device)
             failed = EngineFailed(f"A stage failed while computing: {type(e).__name__}: {str(e)[:300]}")
             error = e if isinstance(e, ThawError) else failed
             return Frame(StageFailed(number=step.number, error=error.body()))

@@ -22,6 +22,8 @@ from tests.integration.engine.recorded_batcher import request
 pytestmark = pytest.mark.usefixtures("one_thread")
 WITHIN_S = 60
 FAULT = "CUDA error: an illegal memory access was encountered"
+GPU = torch.device("cuda", 1)
+"""That of the model. The computing thread's current GPU is the first one."""
 
 
 @pytest.fixture
@@ -45,7 +47,9 @@ class Failing:
 
 
 @pytest.fixture
-def served(loaded: LoadedModel) -> Iterator[Served]:
+def served(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(loaded.computable.embedder, "device", GPU)
     served = Served(loaded)
     yield served
     served.loop.stop()
@@ -68,11 +72,11 @@ class Served:
 
 
 def test_step_that_loses_the_gpu_ends_the_engine(loaded: LoadedModel, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise RuntimeError(FAULT)
+    def synchronize(device: torch.device | None = None) -> None:
+        if device == GPU:
+            raise RuntimeError(FAULT)
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     served.batcher.submit(request(loaded, "a"))
     assert isinstance(served.ended.exception(WITHIN_S), RunnerLost)
 
@@ -80,9 +84,14 @@ def test_step_that_loses_the_gpu_ends_the_engine(loaded: LoadedModel, served: Se
 def test_step_that_fails_on_a_working_gpu_fails_its_requests(
     loaded: LoadedModel, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    asked: list[torch.device | None] = []
+
+    def synchronize(device: torch.device | None = None) -> None:
+        asked.append(device)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     served.batcher.submit(request(loaded, "a"))
     assert served.broken.wait(WITHIN_S)
+    assert asked == [GPU], "any other gets a context of this process, with its memory"
     served.batcher.stop()
     assert served.ended.result(WITHIN_S) is None

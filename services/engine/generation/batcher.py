@@ -187,7 +187,7 @@ class Batcher(CommandQueue):
             for event in events:
                 if not isinstance(event, Admitted):
                     self._open.on_output(event.request_id)
-                if isinstance(event, Embedded):
+                if isinstance(event, Embedded | Broken):
                     self._costs.close(event.request_id)
             self.meters.record_results(time.monotonic())
             self._deliver(events)
@@ -424,10 +424,8 @@ class Batcher(CommandQueue):
         """
         events: list[Event] = []
         masks, errors = step_masks.collect()
-        for sequence in computed if errors else ():
-            if sequence.key in errors and sequence.key in self._running:
-                events += self._break([sequence], errors[sequence.key])
-        whole = [i for i, s in enumerate(computed) if s.whole and s.key in self._running]
+        broken = {s.request.request_id: errors[s.key] for s in reversed(computed) if s.key in errors}
+        whole = [i for i, s in enumerate(computed) if s.whole and s.request.request_id not in broken]
         deltas_by_request: dict[str, list[ChoiceDelta]] = {}
         for i, sampled in zip(whole, choose([computed[i] for i in whole], logits[whole], masks), strict=True):
             delta = computed[i].append_token(sampled, self._tokens)
@@ -435,6 +433,9 @@ class Batcher(CommandQueue):
             if delta.finish_reason is not None:
                 self._running.pop(computed[i].key)
         charge()
+        for request_id, error in broken.items():
+            self._forget(request_id)
+            events.append(Broken(request_id, error))
         now = time.monotonic()
         for request_id, deltas in deltas_by_request.items():
             done = self._open.finish(request_id, sum(d.finish_reason is not None for d in deltas))

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +21,12 @@ from services.engine.domain.step_planning import Limits
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.device_loop import DeviceLoop
 from services.engine.generation.events import Broken, Event, Progressed
-from services.engine.generation.request import Choice, GenerationRequest
+from services.engine.generation.request import Choice, EmbedRequest, GenerationRequest
 from services.engine.generation.runner import Row
 from shared.contracts.inference import FairShare
 from shared.engines.background_seconds import OWN
 from shared.engines.charge_page import ChargePage, read_charges
+from shared.errors import EngineFailed
 from tests.support.examples import examples
 
 _Step = tuple[float, float, dict[str, int], dict[str, int], tuple[str, int, str] | None, str | None]
@@ -184,6 +186,27 @@ class _Runner:
         return torch.zeros(len(rows), 4)
 
 
+class _Embedder:
+    """Embeds one input at a time, and fails at the second one."""
+
+    batch = 1
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None) -> torch.Tensor:
+        self._calls += 1
+        if self._calls == 2:
+            raise RuntimeError("a fault")
+        return torch.zeros(len(inputs), 4)
+
+
+class _NoGrammar:
+    def new_matcher(self) -> object:
+        raise EngineFailed("a step takes more than its limits")
+
+
 class _Letters:
     def decode(self, tokens: list[int]) -> str:
         return "x" * len(tokens)
@@ -210,6 +233,27 @@ def _request(name: str, draw: random.Random) -> GenerationRequest:
     choices = tuple(Choice(i, prompt, stop) for i in range(draw.choice([1, 1, 1, 3])))
     share = FairShare(flow=draw.choice("ab"), weight=draw.choice([1.0, 2.0]))
     return GenerationRequest(name, choices, SamplingParams(temperature=0.0), len(prompt), None, (), share=share)
+
+
+@pytest.mark.parametrize("fault", ["grammar", "embedding"])
+def test_seconds_of_a_failed_request_become_work_of_no_request(fault: str) -> None:
+    """Its gateway does not learn of them, as of no seconds since the last result."""
+    broken: list[Event] = []
+
+    def deliver(events: Sequence[Event]) -> None:
+        broken.extend(event for event in events if isinstance(event, Broken))
+
+    batcher = Batcher(cast(Any, _Runner(_Clock())), cast(Any, _Embedder()), cast(Any, _Letters()), Limits(4, 10, 512, 64), deliver)
+    if fault == "embedding":
+        batcher.submit(EmbedRequest("a", ((1,), (2,)), None, 2, ()))
+    else:
+        batcher.submit(replace(_request("a", random.Random(1)), grammar=cast(Any, _NoGrammar())))
+    while not broken:
+        assert batcher.step()
+    assert (batcher._costs.charged_s, batcher.meters.closed_s) == (0.0, 0.0)
+    assert batcher.meters.background_s[OWN] > 0
+    batcher.stop()
+    assert not batcher.step()
 
 
 def test_charges_of_random_requests_equal_the_use_of_the_device_within_one_percent(

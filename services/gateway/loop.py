@@ -53,6 +53,7 @@ from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, NodeChanges, NodeStatus
 from shared.errors import AuthenticationFailed, ModelNotFound, ShuttingDown, ThawError
 from shared.messaging import Mesh
+from shared.messaging.connection import Connection
 from shared.node_statuses import NodeStatuses
 from shared.tasks import end
 from shared.telemetry.tracing import traceparent
@@ -392,11 +393,14 @@ class Gateway:
             self.usage.note_open([usage for usage in found if usage is not None])
 
     async def _tick(self) -> None:
-        """Check deadlines until cancelled."""
+        """Check deadlines until cancelled. Before nodes are lost, NATS has to answer."""
+        connection = Connection(self.mesh)
         with self.mesh.on_reconnect(self._on_reconnected):
             while True:
                 await self._wait_for_tick()
-                self.dispatcher.on_tick(time.monotonic())
+                is_node_silent = self.dispatcher.routes.has_silent_node(time.monotonic())
+                connected_since = await connection.find_start(probe=is_node_silent)
+                self.dispatcher.on_tick(time.monotonic(), connected_since)
                 self.readiness.on_tick()
 
     async def _wait_for_tick(self) -> None:

@@ -21,7 +21,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog, ensure_streams
-from services.scheduler.adapters.connection import Connection
 from services.scheduler.adapters.database import DATABASE_ERRORS, connect, migrate, plain_url, refused_login
 from services.scheduler.adapters.gc_tuning import freeze_heap, unfreeze_heap
 from services.scheduler.adapters.held_memory import FLUSH_PERIOD_S, HeldMemory
@@ -43,6 +42,7 @@ from shared.contracts import subjects
 from shared.contracts.node import StatusWanted
 from shared.health import LEADER_PERIOD_S, check_leader, report_health
 from shared.messaging import Mesh
+from shared.messaging.connection import Connection
 from shared.runtime import report_ready
 from shared.tasks import end, wait_for_first
 from shared.telemetry.logs import LogRateLimit
@@ -140,7 +140,7 @@ async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, te
         metrics.loaders = lambda: tuple(seen.status for seen in tuple(loop.state.loaders.values()))
         metrics.nodes = lambda: tuple(loop.state.presence.values())
         own = {
-            "tick": partial(_tick, loop, Connection(mesh)),
+            "tick": partial(_tick, loop, Connection(mesh, clock.now)),
             "held memory": partial(_record_held, held, handlers),
             "reconnections": partial(_ask_again, mesh),
             "catalogue": partial(_check_catalogue, mesh, outbox),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from services.scheduler.adapters import clock
-from services.scheduler.adapters.connection import Connection
 from services.scheduler.adapters.load_traces import LoadTraces
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository, is_durable
@@ -22,6 +21,7 @@ from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.state.changes import Change, Traced, apply
 from services.scheduler.domain.state.cluster import ClusterState
 from shared.errors import ThawError
+from shared.messaging.connection import Connection
 from shared.tasks import end
 
 log = logging.getLogger(__name__)

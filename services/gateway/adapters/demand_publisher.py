@@ -58,6 +58,8 @@ class DemandPublisher:
             self._sending.discard(model)
 
     async def _send(self, demand: Demand) -> None:
+        if demand.waiting and not self._mesh.is_connected:
+            return  # it would be old on arrival; the dispatcher publishes again with the reconnection
         try:
             reply = await self._mesh.request(subjects.DEMAND, demand, DemandNoted)
         except Unreachable:

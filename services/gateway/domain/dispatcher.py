@@ -28,11 +28,15 @@ It owns the queues, the routes and the requests in flight. Events arrive as meth
    request, after a reconnection to NATS after PROBE_SOON_S. If not, its final messages
    were lost: as rule 5.
 7. A waiting request fails at its deadline, which time at an instance postpones. All requests that
-   wait for a model fail if its load failed permanently.
+   wait for a model fail if its load failed permanently and none of its instances is ready.
+8. While the gateway's own connection to NATS does not work, routes and requests in flight are kept,
+   and other requests wait. They are sent once the gateway has reconnected; rule 4 holds for
+   instances that are gone by then.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from services.gateway.domain.arrivals import Arrivals
@@ -225,9 +229,17 @@ class Dispatcher:
             ticket.reported_missing_at = now
 
     def on_reconnected(self, now: float) -> None:
-        """NATS may have lost messages: silent requests are probed soon (rule 6)."""
+        """The gateway is connected to NATS again (rules 6 and 8).
+
+        NATS may have lost messages: silent requests are probed soon.
+        """
         for ticket in self._sent.values():
             ticket.disturbed_at = now
+        self.routes.is_connected = True
+        for model, queue in list(self._queues.items()):
+            self._pump(model, now)
+            if queue.waiting:
+                self._publish_demand(model, queue, now)
 
     def on_unprobed(self, ticket: Ticket, attempt_id: str, now: float) -> None:
         """A probe found no engine: it may be reconnecting to NATS (rule 6)."""
@@ -276,7 +288,9 @@ class Dispatcher:
             queue.reply, queue.replied_at = reply, now
 
     def on_load_failed(self, event: LoadFailed, now: float) -> None:
-        self._fail_waiting(event.model, from_body(event.error), now)
+        """The model could not be loaded. A ready instance still serves its requests (rule 7)."""
+        if not any(route.is_ready for route in self.routes.iter_routes(event.model)):
+            self._fail_waiting(event.model, from_body(event.error), now)
 
     def on_model_removed(self, model: str, error: ThawError, now: float) -> None:
         self._fail_waiting(model, error, now)
@@ -285,13 +299,19 @@ class Dispatcher:
         """Refuse new requests; active ones continue."""
         self._is_closing = True
 
-    def on_tick(self, now: float) -> None:
-        """Check deadlines, losses and probes, and publish demand."""
-        self.routes.on_tick(now)
+    def on_tick(self, now: float, connected_since: float | None = -math.inf) -> None:
+        """Check deadlines, losses and probes, and publish demand.
+
+        Args:
+            now: Monotonic seconds.
+            connected_since: Time since which the gateway's own connection to NATS works; None: it
+                does not.
+        """
+        self.routes.on_tick(now, connected_since)
         for model in [m for m, arrivals in self._arrivals.items() if arrivals.is_idle(now)]:
             del self._arrivals[model]
         for ticket in list(self._sent.values()):
-            self._check_sent(ticket, now)
+            self._check_sent(ticket, now, connected_since)
         for model, queue in list(self._queues.items()):
             for ticket in [t for t in queue.waiting.values() if now >= t.queue_deadline]:
                 self._leave(ticket, now)
@@ -300,15 +320,19 @@ class Dispatcher:
             if queue.waiting and (queue.published_at is None or now - queue.published_at >= DEMAND_INTERVAL_S):
                 self._publish_demand(model, queue, now)
 
-    def _check_sent(self, ticket: Ticket, now: float) -> None:
+    def _check_sent(self, ticket: Ticket, now: float, connected_since: float | None) -> None:
         route = self.routes.get(ticket.instance_id or "")
         if now >= ticket.sent_at + ticket.response_timeout_s - ticket.elapsed_s:
             seconds = f"{ticket.response_timeout_s:g} s"
             self.on_abort(ticket, DeadlineExceeded(f"The response of {ticket.model} was not complete after {seconds}"), now)
+        elif connected_since is None:
+            return  # silence proves nothing (rule 8)
         elif is_missing(ticket, now):
             self._effects.cancel(ticket)  # in case the request arrives there late
             self._on_loss(ticket, now)
-        elif is_instance_gone(ticket, route, now, is_node_known=self.routes.is_node_known(ticket.node)):
+        elif is_instance_gone(
+            ticket, route, now, is_node_known=self.routes.is_node_known(ticket.node), connected_since=connected_since
+        ):
             self._on_loss(ticket, now, has_died=route is None or has_crashed(route.status))
         elif needs_probe(ticket, now):
             ticket.probed_at = now

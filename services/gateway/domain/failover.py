@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.node import InstanceState, InstanceStatus
@@ -35,9 +37,16 @@ no engine: engines reconnect too.
 """
 
 
-def is_instance_gone(ticket: Ticket, route: Route | None, now: float, *, is_node_known: bool) -> bool:
-    """True if no further message of the request's instance is to be expected."""
-    silence_s = now - ticket.last_activity_at
+def is_instance_gone(
+    ticket: Ticket, route: Route | None, now: float, *, is_node_known: bool, connected_since: float = -math.inf
+) -> bool:
+    """True if no further message of the request's instance is to be expected.
+
+    Args:
+        connected_since: Time since which the gateway's own connection works. Earlier silence proves
+            nothing.
+    """
+    silence_s = now - max(ticket.last_activity_at, connected_since)
     if route is None:
         return silence_s >= (ABSENT_GRACE_S if is_node_known else STALL_S)
     if route.status.state in (InstanceState.FAILED, InstanceState.STOPPED):

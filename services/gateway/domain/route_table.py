@@ -85,9 +85,13 @@ class RouteTable:
     """Instances of all nodes that reported recently.
 
     It is a cache of what nodeagents broadcast.
+
+    Attributes:
+        is_connected: The gateway's own connection to NATS works; without it no instance is chosen.
     """
 
     def __init__(self) -> None:
+        self.is_connected = True
         self._nodes: dict[str, _Node] = {}
         self._by_id: dict[str, Route] = {}
         self._by_model: dict[str, dict[str, Route]] = {}
@@ -145,11 +149,29 @@ class RouteTable:
             route.ready_since = None
         return route
 
-    def on_tick(self, now: float) -> None:
-        """Remove nodes whose status is overdue."""
-        for name in [n for n, node in self._nodes.items() if now - node.last_status_at > NODE_LOST_AFTER_S]:
+    def on_tick(self, now: float, connected_since: float | None = -math.inf) -> None:
+        """Remove nodes whose status is overdue.
+
+        Their silence proves nothing while the gateway's own connection does not work, nor until
+        their next statuses are overdue too.
+
+        Args:
+            now: Monotonic seconds.
+            connected_since: Time since which the connection to NATS works; None: it does not.
+        """
+        self.is_connected = connected_since is not None
+        if connected_since is None or now - connected_since <= NODE_LOST_AFTER_S:
+            return
+        for name in self._find_silent(now):
             for route in self._nodes.pop(name).instances.values():
                 self._remove(route)
+
+    def has_silent_node(self, now: float) -> bool:
+        """True if the status of a node is overdue."""
+        return bool(self._find_silent(now))
+
+    def _find_silent(self, now: float) -> list[str]:
+        return [name for name, node in self._nodes.items() if now - node.last_status_at > NODE_LOST_AFTER_S]
 
     def get(self, instance_id: str) -> Route | None:
         return self._by_id.get(instance_id)
@@ -228,6 +250,8 @@ class RouteTable:
 
     def _accepting(self, model: str, now: float, *, is_below_share: bool = False) -> list[Route]:
         """Return the instances that accept requests; loading ones only if none is ready."""
+        if not self.is_connected:
+            return []
         routes = list(self.iter_routes(model))
         has_ready = any(r.is_ready for r in routes)
         return [r for r in routes if r.accepts(now, is_below_share=is_below_share) and (r.is_ready or not has_ready)]
@@ -236,9 +260,12 @@ class RouteTable:
         return min(routes, key=lambda r: ((r.own + r.others) / r.limit, r.status.instance_id), default=None)
 
     def back_off(self, instance_id: str, now: float) -> None:
-        """Send the instance nothing for a while, which doubles with each refusal in a row."""
+        """Send the instance nothing for a while, which doubles with each refusal in a row.
+
+        Refusals during that while are of requests that were sent before it: they change nothing.
+        """
         route = self._by_id.get(instance_id)
-        if route is not None:
+        if route is not None and now >= route.backoff_until:
             route.backoff_until = now + min(FIRST_BACKOFF_S * 2**route.refusals, MAX_BACKOFF_S)
             route.refusals = min(route.refusals + 1, 8)
 

@@ -24,7 +24,6 @@ from nats.js.errors import NoStreamResponseError
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog
-from services.scheduler.adapters.connection import PROBE_WITHIN_S
 from services.scheduler.adapters.load_traces import SCHEDULER, LoadTraces
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.domain.effects import (
@@ -61,6 +60,7 @@ from shared.contracts.stages import Stage
 from shared.contracts.traces import LoadTrace
 from shared.errors import DeadlineExceeded, StoreFull, ThawError, Unreachable
 from shared.messaging import Mesh
+from shared.messaging.connection import PROBE_WITHIN_S
 from shared.messaging.streams import ensure_trace_stream
 from shared.tasks import end
 from shared.telemetry.logs import LogRateLimit

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -19,10 +18,10 @@ from pydantic import SecretStr
 from services.gateway.adapters import engine_client, idempotency_store
 from services.gateway.domain import failover
 from shared.contracts import subjects
-from shared.ports import free_port
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.integration.gateway.failover import TEXT, URL, content_of, die, holding
 from tests.support.fake_engine import FakeEngine, FakeNode
+from tests.support.nats_link import linked
 from tests.support.scripted_engine import Script, Teller
 from tests.support.servers import NatsServer
 
@@ -182,53 +181,6 @@ async def test_response_without_its_first_message_is_generated_again(gateway: Se
 
 def ids(answer: httpx.Response) -> set[str]:
     return {json.loads(line[6:])["id"] for line in answer.text.splitlines() if line.startswith("data: {")}
-
-
-class Link:
-    """A TCP connection to NATS that can be cut."""
-
-    def __init__(self, nats: NatsServer) -> None:
-        self.port = free_port()
-        self.url = f"nats://127.0.0.1:{self.port}"
-        self._nats = nats
-        self._server: asyncio.Server | None = None
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def open(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
-
-    async def cut(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        await self._server.wait_closed()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, here = await asyncio.open_connection("127.0.0.1", self._nats.port)
-        self._writers += [writer, here]
-        await asyncio.gather(_copy(reader, here), _copy(there, writer))
-
-
-async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    try:
-        while data := await source.read(65536):
-            target.write(data)
-            await target.drain()
-    except OSError:
-        pass  # cut
-    finally:
-        target.close()
-
-
-@asynccontextmanager
-async def linked(nats: NatsServer) -> AsyncIterator[Link]:
-    link = Link(nats)
-    await link.open()
-    try:
-        yield link
-    finally:
-        await link.cut()
 
 
 @pytest.mark.own_nats_server

@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 
-from services.scheduler.adapters import connection as connection_of_leader
-from services.scheduler.adapters.connection import PROBE_WITHIN_S, Connection
 from shared.contracts.node import NODE_LOST_AFTER_S
 from shared.messaging import Mesh
+from shared.messaging import connection as connection_module
+from shared.messaging.connection import PROBE_WITHIN_S, Connection
 from tests.integration.scheduler.conftest import Site, process
 from tests.integration.scheduler.held_starts import begin_start, end_start
 from tests.support.nats_relay import NatsRelay
@@ -71,7 +71,7 @@ async def test_node_that_dies_is_lost_while_the_connection_works(site: Site) -> 
 async def test_connection_works_from_its_latest_reconnection_on(
     site: Site, own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_of_leader, "PROBE_WITHIN_S", 60)
+    monkeypatch.setattr(connection_module, "PROBE_WITHIN_S", 60)
     mesh = Mesh(site.settings, "leader")
     await mesh.start()
     try:

@@ -11,6 +11,7 @@ import pytest
 from services.gateway.domain import failover
 from services.gateway.domain.dispatcher import Dispatcher
 from services.gateway.domain.fair_queue import flow_of
+from services.gateway.domain.route_table import FIRST_BACKOFF_S
 from services.gateway.domain.ticket import Ticket
 from shared.contracts.demand import MAX_KEYS, OVERCOMMIT, DemandNoted, KeyDemand, LoadFailed
 from shared.contracts.node import InstanceState, InstanceStatus
@@ -433,6 +434,33 @@ def test_failed_load_fails_the_requests_waiting_for_that_model(dispatcher: Dispa
     dispatcher.on_load_failed(LoadFailed(model="m", error=CheckpointInvalid("torn").body()), 1)
     assert isinstance(world.failed["r"], CheckpointInvalid)
     assert "other" not in world.failed
+
+
+def test_failed_load_of_a_further_instance_fails_no_request(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+    """The requests that wait are served by the instance that is ready."""
+    dispatcher.on_status(status(instance("i", capacity=1)), 0)
+    sent = [ask(dispatcher, f"s{n}", max_waiting=9) for n in range(OVERCOMMIT)]
+    ask(dispatcher, "waits", max_waiting=9)
+    dispatcher.on_load_failed(LoadFailed(model="m", error=CheckpointInvalid("torn").body()), 1)
+    assert world.failed == {}
+    dispatcher.on_finished(sent[0], 2)
+    assert world.sent[-1] == ("waits", "i")
+    dispatcher.on_status(status(instance("i", state=InstanceState.FAILED)), 3)
+    ask(dispatcher, "later", now=3)
+    dispatcher.on_load_failed(LoadFailed(model="m", error=CheckpointInvalid("torn").body()), 4)
+    assert isinstance(world.failed["later"], CheckpointInvalid)
+
+
+def test_requests_that_are_refused_together_back_off_once(dispatcher: Dispatcher, world: RecordedEffects) -> None:
+    """As after a restart of NATS, when the gateway has reconnected before the engine."""
+    dispatcher.on_status(status(instance("i", capacity=4)), 0)
+    tickets = [ask(dispatcher, name, max_waiting=9) for name in "abcd"]
+    for made in tickets:
+        dispatcher.on_refused(made, Unreachable("No engine listens"), 1.0)
+    dispatcher.on_tick(1.0 + 0.9 * FIRST_BACKOFF_S)
+    assert len(world.sent) == len(tickets)
+    dispatcher.on_tick(1.0 + FIRST_BACKOFF_S)
+    assert len(world.sent) == 2 * len(tickets)
 
 
 def test_running_request_fails_at_its_deadline(dispatcher: Dispatcher, world: RecordedEffects) -> None:

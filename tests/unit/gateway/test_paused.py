@@ -20,9 +20,16 @@ from tests.unit.gateway.recorded_effects import instance, status
 LOST_AFTER_S = 1.5
 
 
+async def answer_probe(mesh: Mesh, within_s: float) -> bool:
+    """Probe a server that answers."""
+    return True
+
+
 async def test_routes_outlive_a_pause_of_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The statuses of that time wait in the connection, and are handled before nodes are lost."""
     monkeypatch.setattr(route_table, "NODE_LOST_AFTER_S", LOST_AFTER_S)
+    monkeypatch.setattr(Mesh, "is_connected", True)
+    monkeypatch.setattr(Mesh, "probe", answer_probe)
     settings = GatewaySettings(home=tmp_path)
     mesh = Mesh(settings, "gateway-test")
     gateway = Gateway(mesh, settings, RequestLog(mesh, Metrics()))

@@ -14,6 +14,8 @@ def describe_wait(request: ActiveRequest, dispatcher: Dispatcher) -> str:
     model, now = request.ticket.model, time.monotonic()
     if request.ticket.stage is Stage.FOLLOWING:
         return "waiting for the first request with this Idempotency-Key"
+    if request.ticket.stage is Stage.QUEUED and not dispatcher.routes.is_connected:
+        return "waiting for the gateway's connection to NATS"
     if request.ticket.stage is Stage.SENT:
         return f"waiting for {model}, phase=prefill"
     queue = dispatcher.queue(model)

@@ -1,21 +1,24 @@
-"""Since when the scheduler's own connection to NATS works: without it, all others seem silent."""
+"""Since when a process's own connection to NATS works: without it, all others seem silent."""
 
 from __future__ import annotations
 
-from services.scheduler.adapters import clock
-from shared.messaging import Mesh
+import time
+from collections.abc import Callable
+
+from shared.messaging.mesh import Mesh
 
 PROBE_WITHIN_S = 2
 """A connection on which NATS does not answer within this time is opened again."""
 
 
 class Connection:
-    """The connection of one term."""
+    """The connection, from the creation of this object on."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> None:
         self._mesh = mesh
+        self._clock = clock
         self._reconnections = mesh.reconnections
-        self._since: float | None = clock.now()
+        self._since: float | None = clock()
 
     async def find_start(self, *, probe: bool) -> float | None:
         """Return the time since which the connection works; None: it does not.
@@ -28,6 +31,6 @@ class Connection:
         if not works:
             self._since = None
         elif self._since is None or self._mesh.reconnections != self._reconnections:
-            self._since = clock.now()
+            self._since = self._clock()
         self._reconnections = self._mesh.reconnections
         return self._since

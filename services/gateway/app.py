@@ -257,6 +257,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         web,
         http=cast("type[BoundedProtocol]", partial(BoundedProtocol, connections=Connections(_connection_limits(settings)))),
         loop="none",
+        ws="none",  # a library that is installed would take connections from their limits
         lifespan="off",
         log_config=None,
         access_log=False,

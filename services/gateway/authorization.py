@@ -166,6 +166,15 @@ class Authorizer:
             return Caller(_configured_name(digest), "inference", digest)
         return None
 
+    def require_valid(self, caller: Caller) -> None:
+        """Check that the key of a request that was checked before has not been revoked meanwhile.
+
+        Raises:
+            AuthenticationFailed: It has been.
+        """
+        if caller.key is not None and self.store.find(caller.digest) is None:
+            raise AuthenticationFailed("The API key was revoked while the request was received", should_retry=False)
+
     def key_name(self, headers: Mapping[str, str]) -> str:
         """Return the name of a request's key, expired or not; empty if no key has its hash."""
         digest = self.key_hash(headers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from services.gateway.authorization import hash_key
 from shared.contracts import subjects
-from tests.integration.gateway.api_keys import ADMIN
+from tests.integration.gateway.api_keys import ADMIN, add_key
 from tests.integration.gateway.command_line import output_of, thaw
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
 from tests.support.fake_engine import FakeNode
@@ -204,3 +206,23 @@ async def test_keys_outlive_a_restart_and_are_kept_as_hashes(
     async with serve() as fresh:
         assert await opens(fresh, "/v1/models", key)
         assert not await opens(fresh, "/v1/models", None)
+
+
+async def test_request_whose_key_is_revoked_while_it_is_received_is_refused(guarded: Served, node: FakeNode) -> None:
+    engine = await node.engine("alpha")
+    await add_key(guarded, "alice", "sk-alice")
+    body = json.dumps(chat()).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer sk-alice\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nexpect: 100-continue\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", guarded.settings.gateway_port)
+    async with asyncio.timeout(60):
+        writer.write(head.encode())
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100"), "its key is valid"
+        assert (await guarded.http.delete("/admin/v1/keys/alice", headers=ADMIN)).status_code == 200
+        writer.write(body)
+        answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 401"), answer
+    assert engine.requests == []

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import pytest
+from uvicorn.config import WS_PROTOCOLS
 
 from services.gateway.authorization import hash_key
 from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, until, until_listed
@@ -23,6 +24,7 @@ REPEATED = b"--b\r\n" + b"content-disposition:" * 300_000 + b"\r\n--b--\r\n"
     [
         ("/v1/rerank", FORM, REPEATED, 404, "not_found"),
         (URL, "application/json", b'{"model":"alpha","messages":[' + b"null," * 1_000_000 + b"null]}", 413, "payload_too_large"),
+        (URL, FORM, b'{"model":"alpha","messages":[' + b"null," * 1_000_000 + b"null]}", 413, "payload_too_large"),
         (URL, "application/json", b'{"model":"alpha","messages":[' + b"null," * 20_000 + b"null]}", 400, "invalid_request"),
         ("/v1/completions", "application/json", json.dumps({"model": "alpha", "prompt": ["a"] * 50_000, "n": 128}).encode(), 400, "invalid_request"),
         ("/v1/completions", "application/json", json.dumps({"model": "alpha", "prompt": ["a"] * 2_000, "n": 128}).encode(), 400, "invalid_request"),
@@ -244,3 +246,24 @@ async def test_access_to_metrics_and_openapi_follows_the_settings(serve: ServeFn
         assert (await gateway.http.get("/metrics", headers={"authorization": "Bearer root"})).status_code == 200
         assert (await gateway.http.get("/openapi.json")).status_code == 200
         assert (await gateway.http.get("/health", headers={"host": "any.example"})).status_code == 200
+
+
+class Taken(asyncio.Protocol):
+    """The protocol of a WebSocket library, as uvicorn finds one that is installed."""
+
+    def __init__(self, **options: Any) -> None:
+        """Ignore uvicorn's options."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+async def test_upgrades_to_other_protocols_are_ignored(
+    serve: ServeFn, node: FakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its connection would no longer count for the limits, and never leave them."""
+    monkeypatch.setitem(WS_PROTOCOLS, "auto", f"{__name__}:Taken")
+    async with serve() as gateway:
+        answer = await talk(gateway, GET + b"connection: upgrade, close\r\nupgrade: websocket\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert "WebSocket" not in caplog.text

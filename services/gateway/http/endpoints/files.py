@@ -6,7 +6,8 @@ import contextlib
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,14 @@ from starlette.types import Scope
 from services.gateway.adapters.batch_store import ANONYMOUS
 from services.gateway.adapters.file_store import PART_BYTES
 from services.gateway.authorization import Authorizer
-from services.gateway.domain.batches.owner_state import OwnerBounds, StoredFile, add_file, check_room, remove_file
+from services.gateway.domain.batches.owner_state import (
+    OwnerBounds,
+    OwnerState,
+    StoredFile,
+    add_file,
+    check_room,
+    remove_file,
+)
 from services.gateway.http.endpoints.listing import page_of
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import BodyReceiver
@@ -71,6 +79,8 @@ class Files:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._bounds = bounds_of(gateway.settings)
+        self._uploading: Counter[str] = Counter()
+        """Stored bytes of uploads in progress, by owner: no record has them yet."""
 
     def routes(self) -> list[Route]:
         return [
@@ -94,17 +104,19 @@ class Files:
 
     async def _store(self, request: Request, receive: BodyReceiver) -> StoredFile:
         gateway, settings, owner = self._gateway, self._gateway.settings, owner_of(request.scope)
-        check_room(await gateway.batches.read(owner), 0, self._bounds)
+        before = await gateway.batches.read(owner)
+        check_room(before, 0, self._bounds)
         file_id, count = f"file-{uuid.uuid4().hex}", 0
         limit = min(settings.max_file_bytes, settings.files_bytes_per_key)
+        with gateway.admission.begin(owner) as reservation, self._count_upload(owner, before) as count_bytes:
 
-        async def write(part: bytes) -> None:
-            nonlocal count
-            await gateway.files.write(owner, file_id, count, part)
-            count += 1
+            async def write(part: bytes) -> None:
+                nonlocal count
+                count_bytes(len(part))
+                await gateway.files.write(owner, file_id, count, part)
+                count += 1
 
-        upload = Upload(write, min(PART_BYTES, gateway.files.max_part_bytes), limit)
-        with gateway.admission.begin(owner) as reservation:
+            upload = Upload(write, min(PART_BYTES, gateway.files.max_part_bytes), limit)
             reservation.grow(2 * PART_BYTES)
             try:
                 await upload.read(request.headers.get("content-type", ""), receive, settings.body_timeout)
@@ -124,6 +136,27 @@ class Files:
                         await gateway.files.remove(owner, file_id)
                 raise
         return file
+
+    @contextlib.contextmanager
+    def _count_upload(self, owner: str, before: OwnerState) -> Iterator[Callable[[int], None]]:
+        """Count the bytes of an upload with those of its key's other uploads until the block ends.
+
+        Yields a function that counts more of them, and raises as `check_room`.
+        """
+        counted = 0
+
+        def count_bytes(more: int) -> None:
+            nonlocal counted
+            counted += more
+            self._uploading[owner] += more
+            check_room(before, self._uploading[owner], self._bounds)
+
+        try:
+            yield count_bytes
+        finally:
+            self._uploading[owner] -= counted
+            if not self._uploading[owner]:
+                del self._uploading[owner]
 
     async def list(self, request: Request) -> Response:
         state = await self._gateway.batches.read(owner_of(request.scope))

@@ -193,6 +193,7 @@ class Inference:
         send: Send,
     ) -> None:
         gateway, engine_request = self._gateway, parsed.engine_request
+        gateway.authorizer.require_valid(caller_of(scope))  # nothing from here on to `open` waits
         operation = _SPAN[engine_request.endpoint]
         span = tracer.start_span(
             f"{operation} {card.name}",

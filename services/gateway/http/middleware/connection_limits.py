@@ -144,6 +144,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = HeadersTooLarge(f"The headers exceed the limit of {self._limits.head_bytes} bytes. Send fewer")
             raise _Refused
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Serve a request without the upgrade that it asks for, as HTTP allows."""
+
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_head_timer()

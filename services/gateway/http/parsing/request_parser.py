@@ -95,7 +95,7 @@ async def parse_body(
     """
     if route in OLLAMA_ROUTES:
         return await _parse_ollama(body, limits, route)
-    if not is_form(headers.get("content-type", "")):
+    if endpoint != "other" or not is_form(headers.get("content-type", "")):
         await check_json_cost(body, limits.values)
     if history is not None:
         return await _parse_translated(route, body, history, limits)

@@ -136,6 +136,8 @@ class ActiveRequest:
     def begin_attempt(self, route: Route, now: float) -> None:
         """Expect the response from the instance of `route`, which the ticket names."""
         ordered = self.handoffs.ordered_to(self.ticket.instance_id)
+        if ordered is None:
+            self.handoffs.abandon(Unavailable("The request was sent to another instance than the destination of the hand-off"))
         fields = self._resume_fields(ordered.prepared if ordered is not None else "")
         tokens = self.resume_state.tokens if fields is not None else None
         self.handoffs.attempt_started(self.ticket, ordered, tokens, self.stats.last_token_at, now)

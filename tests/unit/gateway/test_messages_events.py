@@ -133,7 +133,19 @@ def test_whole_completion_is_a_message() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"), [("engine_failed", "api_error"), ("unavailable", "overloaded_error"), (None, "api_error")]
+    ("code", "kind"),
+    [
+        ("engine_failed", "api_error"),
+        ("unavailable", "overloaded_error"),
+        ("insufficient_memory", "overloaded_error"),
+        ("queue_timeout", "timeout_error"),
+        ("insufficient_quota", "rate_limit_error"),
+        ("invalid_api_key", "authentication_error"),
+        ("context_length_exceeded", "invalid_request_error"),
+        ("model_not_found", "not_found_error"),
+        ("unknown", "api_error"),
+        (None, "api_error"),
+    ],
 )
 def test_failure_is_an_error_event(code: str | None, kind: str) -> None:
     made = translator()

@@ -73,7 +73,7 @@ class Streamed(RecordedEffects):
     async def _send(self, message: Message) -> None:
         async with self.changed:
             self.written += message.get("body", b"")
-            self.is_complete = message["type"] == "http.response.body" and not message["more_body"]
+            self.is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             self.changed.notify_all()
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -160,3 +160,17 @@ async def test_a_response_that_is_no_event_stream_has_no_comment() -> None:
     await streamed.write()
     assert streamed.written == b"sound"
     assert streamed.is_complete
+
+
+async def test_a_whole_response_has_no_comment_before_it() -> None:
+    streamed, loop, body = Streamed(), asyncio.get_running_loop(), b'{"error":{"message":"no"}}'
+
+    def respond() -> None:
+        """Begin between the comment and the writer's next step, and end after that step."""
+        streamed.on_comment = lambda: None
+        loop.call_soon(streamed.hear, InferResponse(status=400, content_type="application/json"))
+        loop.call_later(COMMENT_S, streamed.hear, data(body), InferEnd(seq=0))
+
+    streamed.on_comment = respond
+    await streamed.write()
+    assert streamed.written == body

@@ -207,7 +207,7 @@ class ResponseWriter:
             return (self._sink.take() if isinstance(self._sink, EventStream) else b"") + comments
         if not self._streams:
             self._comments.clear()
-            return comments
+            return comments if self._headers_sent else b""  # the headers will announce no events
         data = self._insert_timing(passthrough.take())
         if passthrough.is_event_stream and not passthrough.is_between_events:
             return data

@@ -11,16 +11,10 @@ from typing import Any
 from services.gateway.http.error_formats import anthropic_error
 from services.gateway.http.translation.chat_translator import Event, delta_of, first_choice, reasoning_of
 from services.gateway.http.translation.messages_request import MessagesRequest
+from shared.contracts.base import ErrorBody
+from shared.errors import from_body
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-_STATUSES = {
-    "invalid_request": 400,
-    "rate_limit_exceeded": 429,
-    "queue_full": 429,
-    "unavailable": 503,
-    "shutting_down": 503,
-    "deadline_exceeded": 504,
-}
 
 
 class MessageTranslator:
@@ -71,7 +65,8 @@ class MessageTranslator:
         return [*events, {"type": "message_delta", "delta": delta, "usage": dict(self._usage)}, {"type": "message_stop"}]
 
     def fail(self, code: str | None, message: str) -> list[Event]:
-        return [anthropic_error(_STATUSES.get(code or "", 500), message)]
+        status = from_body(ErrorBody(code=code or "", message=message)).status
+        return [anthropic_error(status, message)]
 
     def body(self) -> dict[str, Any]:
         return {

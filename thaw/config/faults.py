@@ -16,6 +16,8 @@ from thaw.errors import CommandError
 Path = tuple[str | int, ...]
 EXAMPLE = pathlib.Path(__file__).parents[1] / "thaw.example.yaml"
 """Every key of a thaw.yaml, explained; part of the wheel."""
+_SECRETS = frozenset({"admin_key", "api_keys", "env", "environment"})
+"""Keys whose values may be credentials: messages do not show them."""
 
 
 def format_path(path: Sequence[str | int]) -> str:
@@ -80,6 +82,7 @@ def unknown_key(key: str, allowed: Iterable[str]) -> str:
 def message_of(error: ErrorDetails, schema: type[BaseModel]) -> str:
     """A pydantic error in our words: what was given and what is allowed."""
     kind, context, given = error["type"], error.get("ctx", {}), error["input"]
+    shown = "" if _SECRETS.intersection(map(str, error["loc"])) else f"given {_format_value(given)}; "
     if kind == "extra_forbidden":
         return unknown_key(str(error["loc"][-1]), _fields_at(schema, error["loc"][:-1]))
     if kind == "missing":
@@ -87,9 +90,9 @@ def message_of(error: ErrorDetails, schema: type[BaseModel]) -> str:
     if kind == "value_error" and isinstance(given, dict | BaseModel):
         return _strip_prefix(error["msg"])  # about several keys; their values are not shown, since they may be credentials
     if kind == "value_error":
-        return f"given {_format_value(given)}; {_strip_prefix(error['msg'])}"
+        return f"{shown}{_strip_prefix(error['msg'])}"
     allowed = _describe_bound(kind, context) or _strip_prefix(error["msg"])
-    return f"given {_format_value(given)}; allowed: {allowed}"
+    return f"{shown}allowed: {allowed}"
 
 
 _BOUNDS = {

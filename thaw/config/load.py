@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable
-from datetime import date, datetime
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from shared.contracts.prices import Prices
 from shared.device_list import PAGE_BYTES, SEPARATE, parse_devices, parse_rate
 from shared.model_paths import resolve_model
 from shared.policies import policy_names
+from thaw.config.credentials import expand, expand_mesh, expiry_of
 from thaw.config.faults import EXAMPLE, ConfigError, Fault, message_of, unknown_key
 from thaw.config.faults import Path as KeyPath
 from thaw.config.tree import Tree, read_tree
@@ -184,13 +185,13 @@ class _Check:
         for i, entry in enumerate(value):
             path: KeyPath = ("keys", i)
             fields = {name: given for name, given in entry.items() if name != "key"}
-            key = os.path.expandvars(entry["key"]) if isinstance(entry.get("key"), str) else ""
-            if not key or key.startswith("${"):
+            key = expand(entry["key"]) if isinstance(entry.get("key"), str) else None
+            if not key:
                 self._tree.fault((*path, "key"), "must be the key, its SHA-256 in hex, or ${VARIABLE} of the environment")
                 continue
             fields["sha256"] = key if _HASH.match(key) else hashlib.sha256(key.encode()).hexdigest()
             if isinstance(fields.get("expires"), date):
-                fields["expires"] = int(datetime.combine(fields["expires"], datetime.min.time()).astimezone().timestamp())
+                fields["expires"] = expiry_of(fields["expires"])
             try:
                 new = NewKey.model_validate(fields)
             except ValidationError as e:
@@ -331,7 +332,7 @@ class _Check:
         if not isinstance(value, dict):
             self._tree.fault(("mesh",), "must be a mapping")
             return MeshConfig()
-        value = dict(value)
+        value = expand_mesh(value, self._tree.fault)
         if isinstance(value.get("nodes"), dict):
             value["nodes"] = self._nodes(value["nodes"])
         if isinstance(value.get("environment"), dict):

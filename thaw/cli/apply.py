@@ -29,6 +29,11 @@ from thaw.launcher.status import read_status
 
 _READY_BOUND_S = 300.0
 _POLL_S = 0.1
+_RECORD = "declared.json"
+"""File of the state directory with the names that the last file declared.
+
+A name stays in it until its model or key is removed, also if the command fails before that.
+"""
 
 
 def await_ready(api: Api, home: Home, out: Console, plan: MeshPlan | None = None) -> None:
@@ -70,26 +75,28 @@ def apply_models(api: Api, home: Home, specs: tuple[ModelSpec, ...], out: Consol
     Models are removed only if `specs` are a file's, and an earlier version of that file declared
     them. Models registered by hand are unchanged.
     """
-    record = home.root / "declared.json"
-    before = set((read_json(record) or {}).get("models", [])) if declared else set()
+    before = _read_record(home, "models") if declared else set()
     if not specs and not before:
         return ModelsAdded().model_dump(mode="json", exclude={"v", "kind"})
     now = {s.name for s in specs}
     changes = changes_of({v.card.name: v.card.spec for v in api.cluster().models}, specs)
     with out.status("registering models"):
         result = api.add_models(specs, replace=True) if specs else ModelsAdded()
-        removed = []
-        for name in _adapters_first(api, before - now):
-            try:
-                api.remove_model(name)
-            except CommandError as e:
-                if e.code != "model_not_found":
-                    raise
-            else:
-                removed.append(name)
+        left, removed = before | now, []
+        try:
+            for name in _adapters_first(api, before - now):
+                try:
+                    api.remove_model(name)
+                except CommandError as e:
+                    if e.code != "model_not_found":
+                        raise
+                else:
+                    removed.append(name)
+                left.discard(name)
+        finally:
+            if declared:
+                _write_record(home, "models", left)
     result = result.model_copy(update={"removed": (*result.removed, *removed)})
-    if declared:
-        write_private(record, json.dumps((read_json(record) or {}) | {"models": sorted(now)}))
     show_difference(out, result, changes)
     return result.model_dump(mode="json", exclude={"v", "kind"})
 
@@ -99,23 +106,35 @@ def apply_keys(api: Api, home: Home, keys: tuple[NewKey, ...], out: Console) -> 
 
     Keys that were added by hand are unchanged.
     """
-    record = home.root / "declared.json"
-    document = read_json(record) or {}
-    before = set(document.get("keys", []))
+    before = _read_record(home, "keys")
     if not keys and not before:
         return
-    for key in keys:
-        api.request("PUT", f"/admin/v1/keys/{quote(key.name, safe='')}", key.model_dump_json())
-    now = {key.name for key in keys}
-    for name in sorted(before - now):
-        try:
-            api.request("DELETE", f"/admin/v1/keys/{quote(name, safe='')}")
-        except CommandError as e:
-            if e.code != "not_found":
-                raise
-    write_private(record, json.dumps(document | {"keys": sorted(now)}))
+    left = set(before)
+    try:
+        for key in keys:
+            left.add(key.name)  # also if the reply is lost
+            api.request("PUT", f"/admin/v1/keys/{quote(key.name, safe='')}", key.model_dump_json())
+        for name in sorted(before - {key.name for key in keys}):
+            try:
+                api.request("DELETE", f"/admin/v1/keys/{quote(name, safe='')}")
+            except CommandError as e:
+                if e.code != "not_found":
+                    raise
+            left.discard(name)
+    finally:
+        _write_record(home, "keys", left)
     if keys:
         out.print(f"[green]✓[/] API keys of the file: {len(keys)}")
+
+
+def _read_record(home: Home, kind: str) -> set[str]:
+    """Return the names that files have declared and that were not removed since."""
+    return set((read_json(home.root / _RECORD) or {}).get(kind, []))
+
+
+def _write_record(home: Home, kind: str, names: set[str]) -> None:
+    path = home.root / _RECORD
+    write_private(path, json.dumps((read_json(path) or {}) | {kind: sorted(names)}))
 
 
 def _adapters_first(api: Api, names: set[str]) -> list[str]:

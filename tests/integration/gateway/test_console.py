@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from playwright.async_api import async_playwright
 
 from services.gateway.authorization import hash_key
+from services.gateway.domain.console_session import SESSION_S
 from services.gateway.domain.console_view import View, cluster_view
-from services.gateway.http.console import feed, sources
+from services.gateway.http.console import endpoints, feed, sources
 from shared.contracts import subjects
 from shared.contracts.admin import (
     AddModels,
@@ -83,6 +86,15 @@ async def test_a_session_is_a_strict_cookie_of_the_console_alone(guarded: Served
     # A key in the headers does not count in the console.
     guarded.http.cookies.clear()
     assert (await guarded.http.get("/ui/api/admin/v1/cluster", headers=BEARER)).status_code == 401
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_the_cookie_is_secure_where_a_proxy_terminates_tls(guarded: Served, scheme: str) -> None:
+    origin = f"{scheme}://{guarded.base.partition('://')[2]}"
+    for path, body in (("login", {"key": ROOT_KEY}), ("logout", {})):
+        answer = await guarded.http.post(f"/ui/{path}", json=body, headers=CONSOLE | {"origin": origin})
+        parts = {part.strip().lower() for part in answer.headers["set-cookie"].split(";")}
+        assert ("secure" in parts) == (scheme == "https")
 
 
 @pytest.mark.parametrize("other", ['state={"tab": 1}', "user@host=1", "without a value", "thaw_console=forged"])
@@ -224,6 +236,18 @@ async def test_a_revoked_key_ends_its_sessions_and_a_restart_does_not(
         session = (await second.http.get("/ui/session", headers=cookie)).json()
         assert not session["view"]
         assert (await second.http.get("/ui/api/admin/v1/cluster", headers=cookie)).status_code == 401
+
+
+async def test_a_stream_ends_with_its_session(guarded: Served, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_KEEP_ALIVE_S", 0.1)
+    await log_in(guarded, ROOT_KEY)
+    async with guarded.http.stream("GET", "/ui/events") as stream:
+        lines = stream.aiter_lines()
+        assert await _next_event(lines) == "event: cluster"
+        hours_later = time.time() + SESSION_S
+        monkeypatch.setattr(endpoints, "time", SimpleNamespace(time=lambda: hours_later))
+        async with asyncio.timeout(60):
+            assert [line async for line in lines if line.startswith("event")] == []
 
 
 async def _next_event(lines: AsyncIterator[str]) -> str:

@@ -150,6 +150,8 @@ class Console:
                     async for event in events:
                         if self._caller("GET", _ADMIN) is None:  # the key has been revoked
                             return
+                        if session_key_hash.get() and not await self._key_hash(request.headers):  # the session has ended
+                            return
                         yield event
 
         headers = {"cache-control": "no-store", "x-accel-buffering": "no", **SECURITY_HEADERS}
@@ -199,7 +201,8 @@ def _with_cookie(request: Request, value: str, max_age_s: int) -> Response:
         value,
         max_age=max_age_s,
         path=ROOT,
-        secure=request.url.scheme == "https",
+        # Behind a proxy that terminates TLS the request is plain HTTP; the page's origin is not.
+        secure="https" in (request.url.scheme, urlsplit(request.headers.get("origin", "")).scheme),
         httponly=True,
         samesite="strict",
     )

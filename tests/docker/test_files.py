@@ -114,6 +114,14 @@ def test_gpu_node_and_dashboards_are_started_only_by_profile(document: dict[str,
         assert gpu["pid"] == gpu["ipc"] == "service:node-gpu"
 
 
+def test_grafana_accepts_no_administrator(document: dict[str, Any]) -> None:
+    """Grafana creates the user admin with the password admin. Viewers need no login."""
+    environment = document["services"]["grafana"]["environment"]
+    assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+
+
 def test_every_variable_is_in_the_example_with_its_default(document: dict[str, Any]) -> None:
     text = "\n".join(line for f in ("compose.yaml", "suspend.yaml") for line in (COMPOSE / f).read_text().splitlines())
     used = dict(re.findall(r"\$\{(\w+):?-([^}]*)}", text))

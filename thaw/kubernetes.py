@@ -52,7 +52,8 @@ def secrets(
 
     Raises:
         OSError: `directory` cannot be written.
-        ValueError: A node's name is not valid, or two have the same name in the mesh.
+        ValueError: A node's name is not valid, two have the same name in the mesh, or other users
+            may read the directory.
     """
     names = {node: mesh_name(node) for node in nodes}
     for name in names.values():
@@ -60,6 +61,8 @@ def secrets(
             raise ValueError(f"The nodes {' and '.join(same)} would both be {name} in the mesh")
     folders = {f"nodes/{node}": name for node, name in names.items()}
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory.stat().st_mode & 0o077:  # the files in it are readable
+        raise ValueError(f"Other users may read {directory}, where the credentials are kept: chmod 0700 {directory}")
     make_secrets(directory, folders, peers=peers, nats=nats, postgres=postgres)
     files = {
         "nats": {"authorization.conf": directory / "nats" / "authorization.conf"},

@@ -220,6 +220,15 @@ def test_two_nodes_with_one_name_in_the_mesh_are_refused(tmp_path: Path) -> None
     assert "would both be a-b" in done.stderr
 
 
+def test_credentials_are_not_kept_where_other_users_read_them(tmp_path: Path) -> None:
+    directory = tmp_path / "d"
+    directory.mkdir(mode=0o755)
+    command = [sys.executable, "-m", "thaw.kubernetes", str(directory), *NODES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, list(directory.iterdir())) == (2, "", [])
+    assert "chmod 0700" in done.stderr
+
+
 def test_every_container_is_hardened_and_limited() -> None:
     for name, pod in pods(written()).items():
         assert pod["automountServiceAccountToken"] is False, name

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import httpx
 
 from thaw.cli.api import Api
 from thaw.cli.gateway import error_of
+from thaw.cli.paths import replaced_file
 from thaw.errors import CommandError
 
 _TIMEOUT = httpx.Timeout(60.0, connect=3.0)
@@ -97,24 +96,18 @@ class BatchClient:
             ) from e
 
     def _download(self, file_id: str, path: Path) -> None:
-        handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            content = f"/v1/files/{quote(file_id, safe='')}/content"
-            with (
-                os.fdopen(handle, "wb") as file,
-                self._translated(),
-                self._api.client(_TIMEOUT) as client,
-                client.stream("GET", content, headers=self._headers) as response,
-            ):
-                if response.is_error:
-                    response.read()
-                    _check(response)
-                for part in response.iter_bytes():
-                    file.write(part)
-            Path(partial).replace(path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        content = f"/v1/files/{quote(file_id, safe='')}/content"
+        with (
+            replaced_file(path) as file,
+            self._translated(),
+            self._api.client(_TIMEOUT) as client,
+            client.stream("GET", content, headers=self._headers) as response,
+        ):
+            if response.is_error:
+                response.read()
+                _check(response)
+            for part in response.iter_bytes():
+                file.write(part)
 
     def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         with self._translated(), self._api.client(_TIMEOUT) as client:

@@ -46,7 +46,7 @@ def llama_swap(
         _check_size(memory)
     source = local_path(config)
     try:
-        text = source.read_text()
+        text, mode = source.read_text(), source.stat().st_mode & 0o666
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
         raise CommandError(f"{config} cannot be read: {why}.", "Name the config.yaml that llama-swap uses.") from e
@@ -57,7 +57,7 @@ def llama_swap(
     if target is None and not as_json:
         print(written, end="")
     elif target is not None:
-        _write(target, written)
+        _write(target, written, mode)
         out = screen(as_json)
         losses, missing = draft.all_losses(), draft.all_missing()
         out.print(f"[green]✓[/] {escape(str(output))}: {len(draft.models)} models, {len(losses)} keys without a counterpart")
@@ -82,14 +82,17 @@ def _check_size(memory: str) -> None:
         raise CommandError(f"--memory: {e}.", "Write a size such as 8GiB.", code="usage") from None
 
 
-def _write(target: Path, text: str) -> None:
+def _write(target: Path, text: str, mode: int) -> None:
     """Write a new file.
+
+    Args:
+        mode: Permissions of the source, whose keys it has; the umask takes from them as usual.
 
     Raises:
         CommandError: The file exists, or cannot be written.
     """
     try:
-        with target.open("x") as file:
+        with open(target, "x", opener=lambda path, flags: os.open(path, flags, mode)) as file:
             file.write(text)
     except FileExistsError:
         raise CommandError(f"{target} exists.", "Name another file, or remove this one.", code="file_exists") from None

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from shared.model_paths import resolve_model
 from thaw.errors import CommandError
@@ -50,3 +54,28 @@ def model_directory(written: str) -> Path | None:
     except (OSError, RuntimeError) as e:  # no access on the way to it, a name too long, links in a circle
         why = e.strerror if isinstance(e, OSError) else "links in a circle"
         raise CommandError(f"{path} cannot be looked at: {why}.", "Correct the path, or the permissions on the way to it.") from e
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a draft of a file, which takes its place at the end of the block.
+
+    The file is complete or unchanged: an error in the block removes the draft. A pipe or a
+    device is written directly.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    target = path.resolve()
+    handle, draft = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        Path(draft).replace(target)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise

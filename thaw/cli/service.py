@@ -107,6 +107,8 @@ def install(config: Config = None, system: System = False, as_json: Json = False
     """
     out, target = screen(as_json), _directory(is_system=system) / UNIT
     text = _unit(config, is_system=system)
+    if target.is_symlink() or target.exists():
+        _check_written_here(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
@@ -165,7 +167,7 @@ def _check_written_here(target: Path) -> None:
         raise CommandError(f"{target} cannot be read: {e.strerror}.", "Run it as root for a unit of the system.") from e
     if not is_ours:
         raise CommandError(
-            f"{target} was not written by `thaw service install`, so it stays.",
+            f"{target} was not written by `thaw service install`, so it stays as it is.",
             "Remove it yourself if it is not needed.",
             code="conflict",
         )

@@ -15,6 +15,7 @@ from thaw.cli.api import Api
 from thaw.cli.handovers import handovers_chart
 from thaw.cli.migrate import concerning, show_moves
 from thaw.cli.output import Document, Json, screen, verb
+from thaw.cli.paths import replaced_file
 from thaw.cli.waterfall import load_waterfall, request_waterfall
 from thaw.errors import CommandError
 
@@ -82,10 +83,10 @@ def _export(api: Api, out: Console, request_id: str | None, path: Path) -> Docum
     if request_id is not None:
         raise CommandError("--export writes all traces; it takes no request.")
     try:
-        with path.open("w") as file:
+        with replaced_file(path) as file:
             count = 0
             for record in api.traces():
-                file.write(record.model_dump_json() + "\n")
+                file.write(f"{record.model_dump_json()}\n".encode())
                 count += 1
     except OSError as e:
         raise CommandError(f"{path} cannot be written: {e.strerror}") from e

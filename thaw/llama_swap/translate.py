@@ -36,9 +36,9 @@ _FILE_LOSSES = {
     "selectors": "use aliases, or replicas of one model",
     "sendLoadingState": "a waiting stream receives SSE comments",
     "startPort": "Thaw chooses the ports",
-    "store": "Thaw keeps traces in PostgreSQL",
+    "store": "Thaw keeps traces in NATS",
     "tailcat": "set mesh.host and api_keys",
-    "ui": "Thaw has no web interface",
+    "ui": "Thaw's console is at /ui",
     "unloadTimeout": "stop_signal, then SIGKILL after a fixed time",
     "upstream": "Thaw has no /upstream endpoint",
 }

@@ -39,6 +39,21 @@ def test_install_writes_the_unit_of_the_user(folder: Path, capsys: pytest.Captur
     assert document["commands"][1] == f"systemctl --user enable --now {UNIT}"
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_install_leaves_a_unit_that_it_did_not_write(folder: Path, capsys: pytest.CaptureFixture[str], is_link: bool) -> None:
+    path = installed(folder)
+    assert main(["service", "install", "--json"]) == 0, "its own is written again"
+    path.unlink()
+    other = folder / "mine.service" if is_link else path
+    other.write_text("[Service]\nExecStart=/bin/thaw\n")
+    if is_link:
+        path.symlink_to(other)
+    capsys.readouterr()
+    assert main(["service", "install", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "conflict"
+    assert other.read_text() == "[Service]\nExecStart=/bin/thaw\n"
+
+
 def test_a_missing_configuration_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["service", "install", "--config", str(folder / "none.yaml"), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "not_found"

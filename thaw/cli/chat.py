@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from shared.logfiles import strip_control
 from thaw.cli.api import Api
 from thaw.cli.completions import Completion, Message, stream_chat
 from thaw.cli.output import Document, Json, screen, show_error, verb
@@ -59,7 +60,7 @@ def _answer(api: Api, out: Console, model: str, history: list[Message], options:
         )
         for piece in pieces:
             spinner.close()
-            out.print(piece, end="", markup=False, soft_wrap=True)
+            out.print(strip_control(piece), end="", markup=False, soft_wrap=True)
     out.print()
     # Not every engine reports usage in its streams.
     tokens = completion.usage.get("completion_tokens")

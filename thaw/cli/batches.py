@@ -153,10 +153,12 @@ def _check_output(output: Path | None) -> None:
 
 def _first_url(file: Path) -> str:
     """Return the `url` of the first request of a file."""
-    with file.open("rb") as lines:
-        first = next((line for line in lines if line.strip()), b"")
     try:
+        with file.open("rb") as lines:
+            first = next((line for line in lines if line.strip()), b"")
         request: Any = json.loads(first)
+    except OSError as e:
+        raise CommandError(f"{file} cannot be read: {e.strerror}.", "Give a file that you may read.", code="no_file") from e
     except ValueError:
         request = None
     url = request.get("url") if isinstance(request, dict) else None

@@ -76,11 +76,11 @@ class Gateway:
     @classmethod
     def find(cls, home: Home | None = None) -> Self:
         """The gateway that THAW_URL names, or that of the mesh under THAW_HOME."""
-        key = os.environ.get("THAW_ADMIN_KEY") or _secret("thaw_admin_key")
+        key = _variable("THAW_ADMIN_KEY") or _secret("thaw_admin_key")
         if url := os.environ.get("THAW_URL"):
             if not _is_address(url):
                 raise CommandError(f"THAW_URL is {url!r}.", "Set it to http://HOST:PORT of a gateway.", code="bad_setting")
-            return cls(url, key, os.environ.get("THAW_API_KEY"))
+            return cls(url, key, _variable("THAW_API_KEY"))
         local = cls.from_home(home or Home.from_environment())
         return cls(local.url, key or local._admin_key, local.api_key, own=True)
 
@@ -93,7 +93,7 @@ class Gateway:
         endpoints = read_json(home.endpoints_file)
         if endpoints is None:
             raise NotRunning(home.root)
-        return cls(str(endpoints["url"]), str(endpoints["admin_key"]), os.environ.get("THAW_API_KEY"), own=True)
+        return cls(str(endpoints["url"]), str(endpoints["admin_key"]), _variable("THAW_API_KEY"), own=True)
 
     def _make_ssl_context(self) -> ssl.SSLContext | bool:
         if self.own or not self.url.startswith("https:"):
@@ -210,6 +210,18 @@ def _context(*, check: bool) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
+
+
+def _variable(name: str) -> str | None:
+    """Return a key of the environment; None without one.
+
+    Raises:
+        CommandError: No header can have the key; an error of the HTTP client would show it.
+    """
+    key = os.environ.get(name, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise CommandError(f"{name} has a character that no key has.", "Set it to the key alone, on one line.", code="bad_setting")
+    return key or None
 
 
 def _secret(name: str) -> str | None:

@@ -110,7 +110,7 @@ def _ask_size(question: str, proposed: str, total_bytes: int, *, is_needed: bool
             return reply
         try:
             nbytes = int(total_bytes * float(reply[:-1]) / 100) if reply.endswith("%") else parse_size(reply)
-        except ValueError:
+        except (OverflowError, ValueError):
             nbytes = 0
         if 0 < nbytes <= total_bytes:
             return reply

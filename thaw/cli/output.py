@@ -7,6 +7,7 @@ False); 2: bad usage.
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import json
@@ -86,6 +87,11 @@ def verb(function: Callable[P, Document | None]) -> Callable[P, None]:
                 raise
             show_error(error, as_json)
             raise typer.Exit(1) from e
+        except BrokenPipeError:  # the reader of the output has ended, which is no fault of a file
+            raise
+        except OSError as e:
+            show_error(_describe_os_error(e), as_json)
+            raise typer.Exit(1) from e
         except KeyboardInterrupt:
             show_error(CommandError("Interrupted.", code="interrupted"), as_json)
             raise typer.Exit(130) from None
@@ -97,6 +103,14 @@ def verb(function: Callable[P, Document | None]) -> Callable[P, None]:
 
     run.__doc__ = help_of(inspect.getdoc(function) or "")
     return run
+
+
+def _describe_os_error(error: OSError) -> CommandError:
+    """Return the error for a file or a connection that could not be used."""
+    why = error.strerror or str(error) or type(error).__name__
+    what = f"{error.filename}: {why}." if error.filename else f"{why}."
+    remedy = "Free some disk space." if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Correct the path, or its permissions."
+    return CommandError(what, remedy if error.errno else "", code="io_error")
 
 
 def _describe_invalid(error: ValueError) -> CommandError | None:

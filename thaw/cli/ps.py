@@ -17,6 +17,7 @@ from thaw.cli.gateway import Gateway
 from thaw.cli.listing import adapters_after_bases, park_line, show_migrations, shown_name, summary
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.plain import to_plain
+from thaw.errors import CommandError
 from thaw.launcher.home import Home, read_json
 from thaw.launcher.identity import Identity
 from thaw.units import format_duration, format_size
@@ -55,8 +56,11 @@ def ps(
     Example: [bold]thaw ps --memory[/]
     """
     gateway = Gateway.find()
-    document: Document = gateway.request("GET", "/admin/v1/cluster", brief="true")
-    found = gateway.request("GET", "/admin/v1/migrations", limit="50")["migrations"]
+    document = gateway.request("GET", "/admin/v1/cluster", brief="true")
+    migrated = gateway.request("GET", "/admin/v1/migrations", limit="50")
+    if not (isinstance(document, dict) and {"models", "nodes"} <= document.keys() and isinstance(migrated, dict)):
+        raise CommandError(f"What answers at {gateway.url} is no gateway of Thaw.", "Set THAW_URL to one.", code="no_gateway")
+    found = migrated.get("migrations", [])
     cluster: ClusterView = to_plain(document)
     migrations: list[MigrationRecord] = to_plain(found)
     out = screen(as_json)

@@ -150,7 +150,7 @@ def _start(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: C
     except KeyboardInterrupt:
         _stop(home, out)
         raise
-    except CommandError:
+    except Exception:
         if not (detach or survives):
             _stop(home, out)
         raise
@@ -238,7 +238,7 @@ def _launch(home: Home, plan: MeshPlan, out: Console, *, survives: bool) -> Iden
         out.print(
             f"[green]✓[/] the mesh is up: {len(shown)} processes, {len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''} ({names})"
         )
-    except (CommandError, KeyboardInterrupt):
+    except BaseException:  # an interrupt, or a full disk, too
         if not survives:
             control.stop(home, lambda _: None)
         raise

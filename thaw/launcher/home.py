@@ -29,10 +29,23 @@ class Home:
 
     @classmethod
     def from_environment(cls) -> Home:
-        given = Path(os.environ.get("THAW_HOME") or "~/.thaw").expanduser().absolute()
-        # A link is kept, so that `check` refuses it. Links above it may be the system's own, such
-        # as /var/run.
-        return cls(given if given.is_symlink() else given.resolve())
+        """Return the state directory that THAW_HOME names, or ~/.thaw.
+
+        Raises:
+            CommandError: There is no such home directory, or no access to the path.
+        """
+        written = os.environ.get("THAW_HOME") or "~/.thaw"
+        try:
+            given = Path(written).expanduser().absolute()
+            # A link is kept, so that `check` refuses it. Links above it may be the system's own,
+            # such as /var/run.
+            return cls(given if given.is_symlink() else given.resolve())
+        except (OSError, RuntimeError) as e:  # no access, no home directory, or links in a circle
+            raise CommandError(
+                f"The state directory {written} cannot be found: {e.strerror if isinstance(e, OSError) else e}.",
+                "Set THAW_HOME to a directory of yours.",
+                code="state_directory",
+            ) from e
 
     @property
     def run(self) -> Path:

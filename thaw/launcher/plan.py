@@ -123,4 +123,6 @@ def listen_fault(host: str, port: int) -> OSError | None:
             s.bind((host, port))
         except OSError as e:
             return e
+        except (TypeError, ValueError) as e:  # no name of a host has this form
+            return socket.gaierror(socket.EAI_NONAME, str(e))
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -15,9 +16,11 @@ import pytest
 
 from shared.contracts.findings import Finding
 from shared.contracts.keys import ApiKey, KeyList
+from thaw.cli import init
 from thaw.cli.api import Api
 from thaw.cli.app import main
 from thaw.cli.completions import Completion, _absorb, _events
+from thaw.cli.gateway import Gateway
 from thaw.errors import CommandError
 from thaw.launcher.server_checks import check_nats, check_postgres
 from thaw.units import parse_duration, parse_size
@@ -130,3 +133,76 @@ def test_events_of_another_form_are_no_tracebacks() -> None:
     assert completion.finish_reason == "stop"
     with pytest.raises(CommandError, match="not understood"):
         list(_events(iter(["data: [1]"]), lambda _: None))
+
+
+@pytest.mark.parametrize("home", ["~nobody-of-that-name/t", "/" + "a" * 300, "{loop}/t"], ids=["user", "long", "loop"])
+@pytest.mark.parametrize("arguments", [("ps",), ("down",), ("doctor",), ("logs", "gateway"), ("service", "show")])
+def test_a_state_directory_that_cannot_be_found_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.delenv("THAW_URL")
+    monkeypatch.setenv("THAW_HOME", home.format(loop=tmp_path / "loop"))
+    assert "state directory" in error_of(capsys, *arguments)
+
+
+@pytest.mark.parametrize("host", ["ü..b", "ü" * 70])
+def test_a_host_that_no_address_can_have_is_named(capsys: pytest.CaptureFixture[str], host: str) -> None:
+    assert error_of(capsys, "up", "--host", host) == f"{host} is not an address of this machine."
+
+
+@pytest.mark.parametrize("name", ["THAW_ADMIN_KEY", "THAW_API_KEY"])
+@pytest.mark.parametrize("key", ["sk-secret\nX-Other: 1", "sk-secret\x7f", "sk-secrét"])
+def test_a_key_that_no_header_can_have_is_not_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, key: str
+) -> None:
+    monkeypatch.setenv(name, key)
+    for arguments in (("ps",), ("keys", "list"), ("chat", "m", "hi"), ("batches", "list")):
+        message = error_of(capsys, *arguments)
+        assert name in message
+        assert "secr" not in message
+
+
+def test_white_space_around_a_key_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THAW_API_KEY", " sk-one\n")
+    assert Api.find().api_key == "sk-one"
+
+
+@pytest.mark.parametrize("errno_", [errno.EACCES, errno.ENOSPC])
+def test_files_that_cannot_be_used_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, errno_: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno_, os.strerror(errno_), str(tmp_path / "file"))
+
+    monkeypatch.setattr(Api, "cluster", refuse)
+    assert error_of(capsys, "models", "list") == f"{tmp_path / 'file'}: {os.strerror(errno_)}."
+
+
+def test_requests_of_a_batch_that_cannot_be_read_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.touch()
+    opened = Path.open
+
+    def refuse(self: Path, *arguments: object, **options: object) -> object:
+        if self == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(self, *arguments, **options)  # type: ignore[call-overload] # the arguments of any overload
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert error_of(capsys, "batches", "run", str(path)) == f"{path} cannot be read: Permission denied."
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"status": "ok"}])
+def test_another_server_is_no_gateway(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
+    monkeypatch.setattr(Gateway, "request", lambda *_, **__: answer)
+    assert "no gateway of Thaw" in error_of(capsys, "ps")
+
+
+@pytest.mark.parametrize("size", ["inf%", "nan%", "1e999%", "-1", ""])
+def test_sizes_that_are_none_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+    replies = iter([size, "50%"])
+    monkeypatch.setattr("typer.prompt", lambda *_, **__: next(replies))
+    assert init._ask_size("Memory", "90%", 2**30) == "50%"

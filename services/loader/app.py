@@ -175,13 +175,9 @@ async def _adopting(
 ) -> Loader:
     """Make a loader with the state of an earlier one."""
 
-    def is_on_disk(weights_id: str) -> bool:
-        with sharing.sources.open_complete(weights_id) as found:
-            return found is not None
-
     def workers(emit: Callable[[Event], None]) -> tuple[Runs, Reclaimer]:
         threads = Threads(settings.loader_threads, settings.loader_remote_threads)
-        copies = Copies(devices, pool, emit, is_on_disk) if devices is not None else None
+        copies = Copies(devices, pool, emit, sharing.sources.is_on_disk) if devices is not None else None
         runs = Runs(
             pool,
             sharing.sources,

@@ -36,6 +36,8 @@ _POLL_S = 0.03
 _PATIENCE_S = 30.0
 """Seconds that a follower waits for a fetching process without progress."""
 _REST_BYTES = 8 * 1024 * 1024
+_REST_AHEAD = 8
+"""Pieces of `_REST_BYTES` in memory that a disk slower than the source has still to write."""
 
 
 class CachingTier:
@@ -207,22 +209,29 @@ class CachingTier:
 
     def _begin(self) -> None:
         """Choose a role: fetching, following or uncached."""
-        total = sum(f.size for f in self._files)
         try:
             self._fill = self._cache.fill_lock(self.revision)
-            if self._fill is None or self._ended_well():
-                return
-            if not self._cache.make_room(self.revision, total):
-                log.warning(
-                    "no room in the SSD cache: the model is loaded without it",
-                    extra={"source": self.source, "bytes": total, "budget": self._cache.budget, "directory": str(self._cache.root)},
-                )
-                self._following = False
-                self._release_fill_lock()
-                return
-            self._partial = self._open_partial(writes=True)
+            if self._fill is not None and not self._ended_well():
+                self._start_fetching()
         except OSError as e:
             self._log_uncached(e)
+
+    def _start_fetching(self) -> bool:
+        """Reserve room, and open the partial model to write to it. This load has the fill lock.
+
+        Returns False if there is no room: the load has no cache then. Raises `OSError`.
+        """
+        total = sum(f.size for f in self._files)
+        if not self._cache.make_room(self.revision, total):
+            log.warning(
+                "no room in the SSD cache: the model is loaded without it",
+                extra={"source": self.source, "bytes": total, "budget": self._cache.budget, "directory": str(self._cache.root)},
+            )
+            self._following = False
+            self._release_fill_lock()
+            return False
+        self._replace_partial(self._open_partial(writes=True))
+        return True
 
     def read_local(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> bool:
         """Fill `into` from this host's disk; False if the bytes are not there."""
@@ -236,6 +245,8 @@ class CachingTier:
                 return True
             if self._fill is not None or not self._following:
                 return False
+            if self._closed:
+                raise Cancelled
             if self._has_progressed():
                 waited_since = time.monotonic()
                 continue
@@ -263,8 +274,7 @@ class CachingTier:
                 self._fill = self._cache.fill_lock(self.revision)
                 if self._fill is None:
                     return False
-                if not self._ended_well():
-                    self._replace_partial(self._open_partial(writes=True))
+                if not self._ended_well() and self._start_fetching():
                     log.info("took over a model that another process was fetching", extra={"source": self.source})
             except OSError as e:
                 self._log_uncached(e)
@@ -293,7 +303,7 @@ class CachingTier:
             extra={"source": self.source, "directory": str(self._cache.root), "error": str(error)},
         )
         self._following = False
-        if self._partial is not None and self._fill is not None:
+        if self._fill is not None and self._partial is not None and self._partial.writes:
             self._partial.remove()
         self._release_fill_lock()
 
@@ -368,6 +378,7 @@ class CachingTier:
             into = memoryview(bytearray(min(_REST_BYTES, file.size - offset)))
             self._in_turn(len(into), functools.partial(self.read, file, offset, into, self._stop))
             self._verifier.drain(self._stop)
+            self._behind.wait_until_at_most(_REST_AHEAD, self._stop)
 
     def _promote(self) -> None:
         partial = self._partial

@@ -33,7 +33,7 @@ class PartialModel:
         self._sizes = [f.size for f in files]
         self._fds: dict[tuple[str, bool], int] = {}
         self._lock = threading.Lock()
-        self._writes = writes
+        self._writes, self._is_closed = writes, False
         self._known: JournalHead | None = None
         if writes:
             directory.mkdir(parents=True, exist_ok=True)
@@ -69,6 +69,11 @@ class PartialModel:
         """Read what the writing process has added; True if there was anything."""
         with self._lock:
             return self._journal.refresh()
+
+    @property
+    def writes(self) -> bool:
+        """True if this process writes the model."""
+        return self._writes
 
     @property
     def stale(self) -> bool:
@@ -181,6 +186,7 @@ class PartialModel:
 
     def close(self) -> None:
         with self._lock:
+            self._is_closed = True
             self._close_files()
             self._journal.close()
 
@@ -195,6 +201,8 @@ class PartialModel:
         A model that became an entry, or was removed, is still readable.
         """
         with self._lock:
+            if self._is_closed:  # what is opened now would never be closed
+                raise OSError(errno.EBADF, "the partial model is closed")
             key = (name, direct)
             if key not in self._fds:
                 path = self._directory / name

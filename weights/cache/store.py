@@ -11,6 +11,7 @@ locks/REVISION.use  shared by readers, .fill held by the fetching process; locks
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -250,7 +251,9 @@ class SsdCache:
         """
         locks: list[FileLock] = []
         try:
-            for kind in ("use", "fill"):
+            # In this order a reader finds `use` taken only if the model is about to be removed: the
+            # load that has `fill` must not take it for absent.
+            for kind in ("fill", "use"):
                 lock = FileLock.take(self._locks / f"{check_revision(revision)}.{kind}")
                 if lock is None:
                     return False
@@ -259,6 +262,8 @@ class SsdCache:
                 # Without its mark it is no entry any more, whatever of it a crash leaves.
                 (directory / ENTRY).unlink(missing_ok=True)
                 shutil.rmtree(directory, ignore_errors=True)
+                if directory.exists():
+                    raise OSError(errno.ENOTEMPTY, "some of its files cannot be removed", str(directory))
             log.info("removed a model from the SSD cache", extra={"revision": revision})
             return True
         except OSError as e:

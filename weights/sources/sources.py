@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared.contracts.model_info import ModelInfo
+from shared.contracts.stages import weights_of
 from shared.errors import CheckpointInvalid, ThawError, Unavailable
 from shared.private import require_private
 from weights.cache.caching import CachingTier
@@ -110,12 +111,13 @@ class Sources:
     def small_files(self, tier: Tier, *, trust_remote_code: bool) -> Path:
         """Return the directory with the model's configuration and tokenizer on this host.
 
-        Missing files are fetched.
+        Missing files are fetched. Those of an entry of the SSD cache are copied: the weights may
+        stay in memory longer than the entry on the disk.
 
         Raises:
             Unavailable: No directory is writable. Errors of reading are raised, too.
         """
-        if tier.directory is not None:
+        if tier.directory is not None and not isinstance(tier, CachedTier):
             return tier.directory
         failure: OSError | None = None
         for root in self._small:
@@ -130,6 +132,11 @@ class Sources:
                 return directory
             except OSError as e:
                 failure = e
+        if tier.directory is not None:
+            log.warning(
+                "failed to copy the small files of a model from the SSD cache", extra={"source": tier.source, "error": str(failure)}
+            )
+            return tier.directory
         raise Unavailable(
             f"The small files of {tier.source} cannot be written ({failure}): give the loader a THAW_CACHE_DIR it may write to"
         )
@@ -268,6 +275,14 @@ class Sources:
         """A directory's model can be served to peers by its revision."""
         if tier.directory is not None and not isinstance(tier, CachedTier):
             self.own.remember(tier.revision, tier.directory)
+
+    def is_on_disk(self, weights_id: str) -> bool:
+        """True if this host's disk has the weights, or those that they are a part of.
+
+        The question does not count as a use of the copy, which may be evicted at any time.
+        """
+        revision = weights_of(weights_id)
+        return self.cache.lookup(revision) is not None or self.own.find(revision) is not None
 
     @contextmanager
     def open_complete(self, revision: str) -> Iterator[tuple[Path, EntryRecord] | None]:

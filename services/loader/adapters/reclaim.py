@@ -89,11 +89,17 @@ class Reclaimer:
 
     def _free_chunks(self, order: Vacate, on_devices: int = 0, *, notify: bool = True) -> None:
         freed = self._pool.punch(order.chunks[order.keep :])
-        for chunk in order.chunks[: order.keep]:
-            self._pool.prepare(chunk)
-        self._emit(Vacated(order.run, free_bytes()))
+        made = 0
+        try:
+            for chunk in order.chunks[: order.keep]:
+                self._pool.prepare(chunk)  # a cancelled or failed load has not populated all of them
+                made += 1
+        except OSError as e:
+            self._log_unpopulated(order.keep - made, e)
+            freed += self._pool.punch(order.chunks[made : order.keep])
+        self._emit(Vacated(order.run, free_bytes(), made if made < order.keep else None))
         if order.weights_id is not None and notify:
-            self._emit(Reclaimed(order.weights_id, order.run, freed, order.nbytes - freed if order.keep else 0, on_devices))
+            self._emit(Reclaimed(order.weights_id, order.run, freed, made * self._pool.chunk_bytes, on_devices))
 
     def _prepare_chunks(self, order: Vacate) -> None:
         """Populate free chunks, which no process maps."""
@@ -103,9 +109,12 @@ class Reclaimer:
                 self._pool.prepare_huge(order.chunks[made])
                 made += 1
         except OSError as e:
-            log.warning("failed to populate memory for future loads", extra={"chunks": order.keep - made, "error": str(e)})
+            self._log_unpopulated(order.keep - made, e)
             self._pool.punch(order.chunks[made:])
         self._emit(Vacated(order.run, free_bytes(), made if made < order.keep else None))
+
+    def _log_unpopulated(self, chunks: int, error: OSError) -> None:
+        log.warning("failed to populate memory for future loads", extra={"chunks": chunks, "error": str(error)})
 
     def _wait_until_unmapped(self, order: Vacate) -> bool:
         deadline = time.monotonic() + self._wait

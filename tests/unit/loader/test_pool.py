@@ -263,6 +263,27 @@ def test_a_failure_to_free_memory_is_reported(pool: PoolMemory, shell: Shell, mo
     assert shell.next() == Reclaimed("w", 1, 0)
 
 
+def test_memory_of_a_failed_load_is_freed_although_chunks_cannot_be_kept_ready(
+    pool: PoolMemory, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load may have failed because shared memory is full."""
+    pool.prepare(1)  # the load has populated no more
+    prepare = pool.prepare
+
+    def prepare_in_full_memory(chunk: int) -> None:
+        if chunk != 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        prepare(chunk)
+
+    monkeypatch.setattr(pool, "prepare", prepare_in_full_memory)
+    shell.reclaimer.start(Vacate(7, (1, 2, 3), 3 * CHUNK_BYTES, 2, "w"))
+    vacated = shell.next()
+    assert isinstance(vacated, Vacated)
+    assert (vacated.run, vacated.kept) == (7, 1)
+    assert shell.next() == Reclaimed("w", 7, 0, CHUNK_BYTES)
+    assert pool.count_allocated() == CHUNK_BYTES
+
+
 def test_memory_touched_while_it_is_freed_is_an_error(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.prepare(0)
     real = os.lseek

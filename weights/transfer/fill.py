@@ -74,6 +74,11 @@ class Filling:
         """Every byte of the segment below this is there."""
         return self._watermark.loaded
 
+    @property
+    def order(self) -> Sequence[Piece]:
+        """The pieces in the order in which `run` reads them."""
+        return self._transfer.pieces
+
     def write_head(self) -> None:
         """Write header and index; readers may map the segment afterwards.
 

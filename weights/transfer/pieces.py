@@ -123,15 +123,12 @@ class Watermark:
         self._lock = threading.Lock()
 
     @property
-    def complete(self) -> bool:
-        return self._next == len(self._pieces)
-
-    @property
     def loaded(self) -> int:
         """Every byte of the segment below this is loaded."""
-        if self.complete:
+        at = self._next  # other threads advance it
+        if at == len(self._pieces):
             return self._total
-        return max(self._head, self._pieces[self._next].target) if self._next else self._head
+        return max(self._head, self._pieces[at].target) if at else self._head
 
     def record_piece(self, piece: Piece) -> None:
         """Record a loaded piece."""

@@ -23,7 +23,9 @@ _PROBE_BYTES = 4 * 1024 * 1024
 
 
 class Populating:
-    """Threads that populate the memory of `pieces`. They start with the first `wait`.
+    """Threads that populate the memory of `pieces`, which are in the order of the reads.
+
+    They start with the first `wait`.
 
     Attributes:
         seconds: Time spent populating, over all threads.
@@ -31,6 +33,7 @@ class Populating:
 
     def __init__(self, pieces: Sequence[Piece], region: Space, most_threads: int | None = None) -> None:
         self._pieces, self._region = pieces, region
+        self._places = {piece.index: place for place, piece in enumerate(pieces)}
         self._most = most_threads or len(os.sched_getaffinity(0))
         self._changed = threading.Condition()
         self._done = bytearray(len(pieces))
@@ -55,9 +58,10 @@ class Populating:
             InsufficientMemory: Shared memory is full.
             Cancelled: `close` was called.
         """
+        place = self._places[piece.index]
         with self._changed:
-            self._wanted = max(self._wanted, piece.index)
-            if self._done[piece.index]:
+            self._wanted = max(self._wanted, place)
+            if self._done[place]:
                 self._changed.notify_all()
                 return
             if not self._closed and self._error is None and wants_thread(len(self._threads), self._most, self._next):
@@ -65,14 +69,14 @@ class Populating:
                 thread.start()
                 self._threads.append(thread)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._done[piece.index] or self._error is not None or self._closed)
-            if not self._done[piece.index]:
+            self._changed.wait_for(lambda: self._done[place] or self._error is not None or self._closed)
+            if not self._done[place]:
                 raise self._error or Cancelled
 
     def skip(self, piece: Piece) -> None:
         """Record that these threads need not populate the piece."""
         with self._changed:
-            self._done[piece.index] = 1
+            self._done[self._places[piece.index]] = 1
 
     def close(self) -> None:
         """End the threads after the pieces they populate."""
@@ -85,17 +89,17 @@ class Populating:
     # -- the populating threads --------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (index := self._take()) is not None:
+        while (place := self._take()) is not None:
             error: BaseException | None = None
             began = time.perf_counter()
             try:
-                self._populate(self._pieces[index])
+                self._populate(self._pieces[place])
             except BaseException as e:  # the thread's boundary: the readers need the error
                 error = e
             with self._changed:
                 self.seconds += time.perf_counter() - began
                 self._error = self._error or error
-                self._done[index] = error is None
+                self._done[place] = error is None
                 self._changed.notify_all()
 
     def _take(self) -> int | None:

@@ -142,6 +142,12 @@ class FilesReader:
     """Reads the weight files of one load. `read` is called from several threads."""
 
     def __init__(self, places: Sequence[Place], pieces: Sequence[Piece], region: Space, options: ReadOptions = DEFAULTS) -> None:
+        """Prepare the reads.
+
+        Args:
+            places: The weight files in the segment.
+            pieces: What is read of them, in the order of the reads.
+        """
         counts = [0] * len(places)
         for piece in pieces:
             counts[piece.file] += 1

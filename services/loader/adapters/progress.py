@@ -20,8 +20,9 @@ INTERVAL_S = 0.02
 class _RunProgress:
     order: StartRun
     remote: bool
-    latest: int = 0
-    published_bytes: int = -1
+    latest: tuple[int, int] = (0, 0)
+    """Watermark, and bytes that have arrived."""
+    published: tuple[int, int] = (-1, -1)
     at: float = 0.0
 
 
@@ -50,14 +51,21 @@ class Progress:
                 self._thread = threading.Thread(target=self._publish_deferred, name="progress", daemon=True)
                 self._thread.start()
 
-    def record_loaded(self, run: int, watermark: int) -> None:
-        """Record that every byte of the run's segment below `watermark` is loaded."""
+    def record_loaded(self, run: int, watermark: int, arrived: int) -> None:
+        """Record that every byte of the run's segment below `watermark` is loaded.
+
+        Args:
+            arrived: Bytes loaded in any order.
+        """
         now = self._clock()
         with self._lock:
             found = self._runs.get(run)
-            if found is None or watermark <= found.latest:
+            if found is None:
                 return
-            found.latest = watermark
+            before = found.latest
+            found.latest = (max(watermark, before[0]), max(arrived, before[1]))
+            if found.latest == before:
+                return
             if now - found.at < INTERVAL_S:
                 self._deferred.set()
                 return
@@ -75,10 +83,11 @@ class Progress:
             self._thread.join()
 
     def _publish(self, found: _RunProgress, now: float) -> None:
-        found.published_bytes, found.at = found.latest, now
-        self._emit(Progressed(found.order.weights_id, found.order.run, found.latest))
+        found.published, found.at = found.latest, now
+        watermark, arrived = found.latest
+        self._emit(Progressed(found.order.weights_id, found.order.run, watermark, arrived))
         if found.remote:
-            self._emit(Fetched(found.order.weights_id, found.order.run, found.latest))
+            self._emit(Fetched(found.order.weights_id, found.order.run, max(watermark, arrived)))
 
     def _publish_deferred(self) -> None:
         while True:
@@ -88,5 +97,5 @@ class Progress:
                 return
             with self._lock:
                 for found in self._runs.values():
-                    if found.published_bytes < found.latest:
+                    if found.published != found.latest:
                         self._publish(found, self._clock())

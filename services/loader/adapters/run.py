@@ -92,6 +92,7 @@ class Run:
         resident: Files that other nodes may read from host memory: it has all of a remote model.
         is_reused: Instances that attach from now on did not wait for this run.
         is_removed: The run's chunks may be freed or reused.
+        arrived_bytes: Bytes loaded in any order. `arrived_lock` guards it.
     """
 
     order: StartRun
@@ -109,6 +110,8 @@ class Run:
     is_reused: bool = False
     is_removed: bool = False
     loaded: int = 0
+    arrived_bytes: int = 0
+    arrived_lock: threading.Lock = field(default_factory=threading.Lock)
     read_bytes: int = 0
     kept_bytes: int | None = None
     wanted: tuple[tuple[int, int], ...] = ()
@@ -238,7 +241,7 @@ class Run:
         filling = self._filling(layout, region, pieces)
         filling.write_head()
         self._report_indexed(tier, layout, directory, filling.loaded)
-        self._read(tier, layout, region, filling, pieces, stats)
+        self._read(tier, layout, region, filling, stats)
         if not order.is_part:
             tier.finish(self.cancelled)
         elif isinstance(tier, CachingTier):
@@ -257,12 +260,13 @@ class Run:
         copies.begin(order.run, order.weights_id, region, layout, is_sparse=True)
         region.write(0, layout.head)
         copies.copy_range(order.run, 0, len(layout.head))
+        self.arrived_bytes = len(layout.head)
         self._report_indexed(tier, layout, directory, len(layout.head))
         seen: set[tuple[int, int]] = set()
         while ranges := copies.wait_lacking(order.run, device, self.cancelled, seen):
             self.wanted = ranges
             pieces = cut_ranges(layout, ranges, remote=tier.directory is None)
-            self._read(tier, layout, region, self._filling(layout, region, pieces, sparse=True), pieces, stats)
+            self._read(tier, layout, region, self._filling(layout, region, pieces, sparse=True), stats)
             seen.update(ranges)
         copies.wait_until_finished(order.run, self.cancelled)
         if self.cancelled.is_set():
@@ -296,9 +300,7 @@ class Run:
         context.progress.begin(order, remote=tier.directory is None)
         self._on_loaded(loaded)
 
-    def _read(
-        self, tier: Tier, layout: Layout, region: Region, filling: Filling, pieces: tuple[Piece, ...], stats: ReadStats
-    ) -> None:
+    def _read(self, tier: Tier, layout: Layout, region: Region, filling: Filling, stats: ReadStats) -> None:
         context = self.context
         if isinstance(tier, CachingTier) and isinstance(tier.inner, FailoverTier):
             self._read_striped(tier, tier.inner, layout, region, filling, stats)
@@ -308,7 +310,7 @@ class Run:
             reader, threads = TierReader(tier, layout.places, region, self.cancelled), context.threads.remote
         else:
             threads = context.threads.disk
-            reader = FilesReader(layout.places, pieces, region, ReadOptions(threads=threads))
+            reader = FilesReader(layout.places, filling.order, region, ReadOptions(threads=threads))
         try:
             filling.run(reader, context.links.get(tier.link, threads))
         finally:
@@ -330,6 +332,8 @@ class Run:
             log.info("read from several sources", extra={"model": self.order.card.name, "bytes": filling.read_by_source})
 
     def _on_arrived(self, offset: int, nbytes: int) -> None:
+        with self.arrived_lock:
+            self.arrived_bytes += nbytes
         if self.context.copies is not None:
             # Whole pages are read; bytes beside a wanted range are not reported.
             for start, end in self.wanted or ((offset, offset + nbytes),):
@@ -340,7 +344,7 @@ class Run:
 
     def _on_loaded(self, watermark: int) -> None:
         self.loaded = max(self.loaded, watermark)
-        self.context.progress.record_loaded(self.order.run, watermark)
+        self.context.progress.record_loaded(self.order.run, watermark, self.arrived_bytes)
 
     def _detail(self, stats: ReadStats, seconds: float) -> dict[str, str | int | float]:
         if not seconds:

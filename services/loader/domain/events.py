@@ -113,11 +113,16 @@ class Indexed:
 
 @dataclass(frozen=True)
 class Progressed:
-    """Every byte of the segment below `loaded` is loaded."""
+    """Every byte of the segment below `loaded` is loaded.
+
+    Attributes:
+        arrived: Bytes loaded in any order, those above `loaded` included.
+    """
 
     weights_id: str
     run: int
     loaded: int
+    arrived: int = 0
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,14 @@ def _apply_while_loading(state: State, entry: Entry, event: Report, now: float) 
         case Progressed():
             # The last byte counts when the run has ended: a reader that saw it earlier would
             # release its hold, which would cancel the run and discard the weights.
-            entry = replace(entry, loaded_bytes=max(entry.loaded_bytes, min(event.loaded, entry.total_bytes - 1)))
+            loaded = max(entry.loaded_bytes, min(event.loaded, entry.total_bytes - 1))
+            entry = replace(entry, loaded_bytes=loaded, arrived_bytes=max(entry.arrived_bytes, event.arrived))
         case Completed():
             loaded = entry.total_bytes if event.kept_bytes is None else event.kept_bytes
-            entry, effects = answer_waiters(replace(entry, stage=Stage.COMPLETE, loaded_bytes=loaded, used_at=now))
+            # The last bytes may have arrived within the interval of the reports.
+            fetched = entry.total_bytes if entry.fetched_bytes else 0
+            entry = replace(entry, stage=Stage.COMPLETE, loaded_bytes=loaded, fetched_bytes=fetched, used_at=now)
+            entry, effects = answer_waiters(entry)
             if event.kept_bytes is None:
                 effects = (WriteRecord(entry.key), *effects)
             else:
@@ -106,7 +110,7 @@ def _apply_while_leaving(state: State, entry: Entry, event: Report) -> Decision:
         case Indexed():
             return put(state, replace(entry, total_bytes=event.total_bytes)), ()
         case Progressed():
-            return put(state, replace(entry, loaded_bytes=event.loaded)), ()
+            return put(state, replace(entry, loaded_bytes=event.loaded, arrived_bytes=event.arrived)), ()
         case Reclaimed():
             return _finish_eviction(state, entry, event)
         case _:

@@ -116,11 +116,11 @@ def _deny(state: State, entry: Entry) -> Decision:
 def sum_promised(state: State) -> int:
     """Bytes that granted loads and chunks being populated will still take.
 
-    A cancelled load counts until it has ended.
+    A cancelled load counts until it has ended. A load fills the chunks first that had memory.
     """
     filling = (e for e in state.entries.values() if e.stage in (Stage.LOADING, Stage.INDEXED, Stage.LEAVING))
     return state.chunks.making_bytes + sum(
-        max(0, o.fresh - (e.loaded_bytes if e.device is None else 0))  # what a device has is skipped
+        min(o.fresh, max(0, o.nbytes - max(e.arrived_bytes, e.loaded_bytes if e.device is None else 0)))
         for e in filling
         if (o := state.chunks.owned.get(e.run)) is not None
     )

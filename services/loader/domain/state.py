@@ -117,6 +117,7 @@ class Entry:
     Attributes:
         run: Number of the load run; reports of earlier runs are stale.
         wants: Bytes of chunks that the run waits for.
+        arrived_bytes: Bytes loaded in any order, those above the watermark `loaded_bytes` included.
         used_at: Monotonic seconds of the last attach or release.
     """
 
@@ -128,6 +129,7 @@ class Entry:
     directory: str = ""
     total_bytes: int = 0
     loaded_bytes: int = 0
+    arrived_bytes: int = 0
     fetched_bytes: int = 0
     holders: Mapping[str, Holder] = field(default_factory=dict)
     waiters: tuple[Waiter, ...] = ()

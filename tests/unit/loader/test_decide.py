@@ -21,6 +21,7 @@ from services.loader.domain.events import (
     Completed,
     Ended,
     Failed,
+    Fetched,
     Indexed,
     LaidOut,
     NodeReported,
@@ -65,6 +66,16 @@ def test_weights_are_loaded_when_their_run_has_ended() -> None:
     assert p.state.entries["w1"].loaded_bytes < 100
     p.do(Completed("w1", 1))
     assert p.state.entries["w1"].loaded_bytes == 100
+
+
+def test_bytes_that_arrived_after_the_last_report_are_counted_as_fetched() -> None:
+    p = Played()
+    p.do(Attach(1, "a", card(), "index"))
+    p.do(LaidOut("w1", 1, 100, 1000))
+    p.do(Indexed("w1", 1, "/m", 100))
+    p.do(Fetched("w1", 1, 60))
+    p.do(Completed("w1", 1))
+    assert p.state.entries["w1"].fetched_bytes == 100
 
 
 def test_failure_is_sent_to_waiters_and_to_holders_that_attach_later() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.unit.loader.checkpoints import write_checkpoint
 from weights.formats.checkpoint import open_checkpoint
 from weights.formats.execution_order import execution_rank
 from weights.formats.segment import lay_out
-from weights.transfer.pieces import cut, in_execution_order
+from weights.transfer.pieces import Piece, Watermark, cut, in_execution_order
 
 LLAMA = [
     "model.embed_tokens.weight",
@@ -66,3 +67,26 @@ def test_pieces_are_read_in_execution_order(tmp_path: Path) -> None:
     assert sorted(ordered, key=lambda p: p.index) == list(pieces)
     read = [t.name for p in ordered for t in layout.tensors if t.offset <= p.target and p.target + p.length <= t.offset + t.nbytes]
     assert list(dict.fromkeys(read)) == [*names[1:], names[0]]
+
+
+class Moving(list[Piece]):
+    """Pieces of which one arrives while their number is read."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        super().__init__(pieces)
+        self.arrive: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        arrive, self.arrive = self.arrive, None
+        if arrive is not None:
+            arrive()
+        return super().__len__()
+
+
+def test_watermark_is_read_while_the_last_piece_arrives() -> None:
+    pieces = Moving([Piece(i, 0, 10 * i, 10, 100 + 10 * i) for i in range(2)])
+    watermark = Watermark(pieces, 100, 120)
+    watermark.record_piece(pieces[0])
+    pieces.arrive = lambda: watermark.record_piece(pieces[1])
+    assert watermark.loaded in (110, 120)
+    assert watermark.loaded == 120

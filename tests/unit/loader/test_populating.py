@@ -110,6 +110,16 @@ def test_threads_stay_a_bounded_number_of_pieces_ahead() -> None:
     assert sum(n for at, n in space.ranges if at < (last + 1) * CHUNK_BYTES) == (last + 1) * CHUNK_BYTES
 
 
+def test_memory_is_populated_in_the_order_of_the_reads() -> None:
+    """The tensors that an engine needs first may be the last of the file."""
+    space = RecordedSpace()
+    order = [*reversed(load_pieces(3 * AHEAD))]
+    populating = Populating(order, space, most_threads=1)
+    populating.wait(order[0])
+    populating.close()
+    assert {at // CHUNK_BYTES for at, _ in space.ranges} <= {p.index for p in order[: AHEAD + 1]}
+
+
 def test_a_reader_that_waits_adds_a_thread() -> None:
     space = RecordedSpace()
     populating = Populating(pieces := load_pieces(4 * AHEAD), space, most_threads=2)

@@ -16,18 +16,18 @@ def test_last_progress_is_reported_even_if_no_event_follows() -> None:
     now = 100.0
     progress = Progress(events.put, lambda: now)
     progress.begin(StartRun("w", 1, card("w")), remote=True)
-    progress.record_loaded(1, 10)
-    for watermark in (20, 30, 25):  # within the interval
-        progress.record_loaded(1, watermark)
+    progress.record_loaded(1, 10, 15)
+    for watermark, arrived in ((20, 35), (30, 40), (25, 50)):  # within the interval
+        progress.record_loaded(1, watermark, arrived)
     assert [events.get(timeout=60) for _ in range(4)] == [
-        Progressed("w", 1, 10),
-        Fetched("w", 1, 10),
-        Progressed("w", 1, 30),
-        Fetched("w", 1, 30),
+        Progressed("w", 1, 10, 15),
+        Fetched("w", 1, 15),
+        Progressed("w", 1, 30, 50),
+        Fetched("w", 1, 50),
     ]
     now += INTERVAL_S
     progress.end(1)
-    progress.record_loaded(1, 40)
+    progress.record_loaded(1, 40, 60)
     progress.close()
     assert events.empty()
 
@@ -50,8 +50,8 @@ def test_close_ends_the_thread_at_any_time() -> None:
     progress = Progress(lambda event: None, lambda: 100.0)
     progress._closing = ClosedMeanwhile(progress)
     progress.begin(StartRun("w", 1, card("w")), remote=False)
-    progress.record_loaded(1, 10)
-    progress.record_loaded(1, 20)  # within the interval: the thread sends it later
+    progress.record_loaded(1, 10, 10)
+    progress.record_loaded(1, 20, 20)  # within the interval: the thread sends it later
     assert progress._thread is not None
     progress._thread.join(60)
     assert not progress._thread.is_alive()

@@ -13,6 +13,7 @@ from services.loader.domain.events import (
     Idle,
     LaidOut,
     MemoryPressure,
+    Progressed,
     Release,
     Vacated,
     VacateFailed,
@@ -254,3 +255,25 @@ def test_memory_pressure_evicts_cached_weights_once() -> None:
     assert [v.run for v in vacates] == [2]
     assert p.do(MemoryPressure(2 * CHUNK_BYTES)) == ()  # they are being evicted already
     assert cached(p) == {"w1", "w3"}
+
+
+def test_bytes_above_the_watermark_are_not_promised_again() -> None:
+    """Files begin with tensors that an engine needs last."""
+    p = Played()
+    p.do(Attach(1, "a", card("w1"), "complete"))
+    granted(p, "w1", 1, 4 * CHUNK_BYTES)
+    p.do(Progressed("w1", 1, 0, 3 * CHUNK_BYTES))
+    p.do(Attach(2, "b", card("w2"), "index"))
+    assert p.do(LaidOut("w2", 2, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES)) == (Grant(2, (4, 5)),)
+
+
+def test_bytes_that_fill_spare_chunks_take_nothing_off_what_is_promised() -> None:
+    p = Played(State(chunks=Chunks(64, 2 * CHUNK_BYTES)))
+    [vacate] = p.do(Adopted(ready=2, room=1 << 40))
+    assert isinstance(vacate, Vacate)
+    p.do(Vacated(vacate.run, 1 << 40))
+    p.do(Attach(1, "a", card("w1"), "complete"))
+    granted(p, "w1", 2, 4 * CHUNK_BYTES)
+    p.do(Progressed("w1", 2, 2 * CHUNK_BYTES, 2 * CHUNK_BYTES))
+    p.do(Attach(2, "b", card("w2"), "index"))
+    assert p.do(LaidOut("w2", 3, CHUNK_BYTES, 2 * CHUNK_BYTES)) == (Deny(3),)

@@ -116,7 +116,9 @@ class PagedArena:
     def report(self, index: int) -> None:
         """Report a unit that is now on the device. The caller has removed it from `missing`."""
         self._group.append(index)
-        if not self.ready or sum(self.units[i].nbytes for i in self._group) >= self.group_bytes:
+        # A unit that a peer has copied, or copies now, may still be in `ready`.
+        has_waiting = any(i in self.missing and not self.missing[i].is_under_way for _, i in self.ready)
+        if not has_waiting or sum(self.units[i].nbytes for i in self._group) >= self.group_bytes:
             self.here += self._group
             self._group = []
 

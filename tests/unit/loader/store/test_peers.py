@@ -234,3 +234,39 @@ def test_a_gpu_that_is_not_open_yet_lacks_all_that_others_have() -> None:
     assert (second.pages().peer_bytes, [w.missing_bytes for w in first.pages().weights]) == (3 * TENSOR, [0])
     devices.close()
     gpus.close()
+
+
+def test_units_are_reported_in_groups_although_another_device_was_sooner(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit whose bytes arrive in host memory meanwhile is not waited for."""
+    model = Model("m", 1, 2)
+    is_checked, may_be_checked, has_begun, may_end = (threading.Event() for _ in range(4))
+
+    def key_on_device(*arguments: Any) -> str:  # of the thread that copies from the other device
+        is_checked.set()
+        assert may_be_checked.wait(30.0)
+        return checking.key_on_device(*arguments)
+
+    def digests_of(missing: Missing) -> dict[str, str]:  # of the thread that copies from host memory
+        has_begun.set()
+        assert may_end.wait(30.0)
+        return missing_units.digests_of(missing)
+
+    load(node.one, model)
+    monkeypatch.setattr(peers, "key_on_device", key_on_device)
+    monkeypatch.setattr(copying, "digests_of", digests_of)
+    arena = node.two.allocate(model.place())
+    arena.group_bytes = 8 * PAGE_BYTES
+    assert is_checked.wait(30.0)
+    first, second = arena.units
+    arena.fill(second.offset, model.address + second.offset, second.nbytes)
+    assert has_begun.wait(30.0)
+    arena.fill(first.offset, model.address + first.offset, first.nbytes)
+    may_be_checked.set()
+    with node.two.changed:
+        assert node.two.changed.wait_for(lambda: len(arena.missing) == 1, 30.0)
+    may_end.set()
+    assert arena.wait(model.nbytes)
+    found: list[int] = []
+    while units := arena.wait_units(len(found)):
+        found += [u.unit for u in units]
+    assert found == [0, 1]

@@ -90,12 +90,15 @@ class _Claim:
     """A borrowed page.
 
     Attributes:
+        file: The file that it is mapped from; empty on a GPU.
         address: Address at which the page is mapped; None: it is a GPU's page, and has none.
+        lender: Number of the connection over which it was lent.
     """
 
     file: str
     page: int
     address: int | None
+    lender: int
 
 
 class KvLease:
@@ -133,6 +136,8 @@ class KvLease:
         """Descriptors of files with claims. Locks of neighbouring pages merge within each one."""
         self._connection: socket.socket | None = None
         self._file = ""
+        self._lender = 0
+        """Number of the connection over which pages are lent now; 0: there is none."""
         self._demand, self._turn, self._turn_pages = floor_pages, 0, 0
         self._number = self._connections = 0
         self._retry: threading.Timer | None = None
@@ -162,12 +167,12 @@ class KvLease:
     def give_back(self, pages: int) -> None:
         """Return `pages` pages, whose memory the caller has freed."""
         with self._lock:
-            # Pages of an earlier loader first: the present loader cannot take them back.
-            self._claims.sort(key=lambda c: c.file == self._file, reverse=True)
+            # Pages of earlier connections first: they cannot be taken back over the present one.
+            self._claims.sort(key=self._is_current, reverse=True)
             kept = len(self._claims) - pages
             given, self._claims = self._claims[kept:], self._claims[:kept]
             self._unmap(given)
-            if current := tuple(c.page for c in given if c.file == self._file):
+            if current := tuple(c.page for c in given if self._is_current(c)):
                 self._send(SocketReturn(pages=current))
             if len(current) < len(given):
                 self._send_demand()
@@ -221,7 +226,7 @@ class KvLease:
                     self._on_line(line)
         finally:
             with self._lock:
-                self._connection, self._file = None, ""
+                self._connection, self._file, self._lender = None, "", 0
                 connection.close()
 
     def _on_line(self, line: bytes) -> None:
@@ -229,14 +234,13 @@ class KvLease:
             case SocketBorrowing(file=file):
                 with self._lock:
                     self._connections += 1
-                    # The loader of this connection cannot take back what an earlier one has lent.
-                    self._file = file if self._memory is None else f"connection {self._connections}"
+                    self._file, self._lender = file, self._connections
                     self._send_demand()
             case SocketLent(number=number, pages=pages, turn=turn):
                 made = self._memory.add(len(pages)) if self._memory is not None else len(pages)
                 with self._lock:
                     is_answer = number == self._number
-                    on_gpu = [_Claim(self._file, page, None) for page in pages[:made]]
+                    on_gpu = [_Claim("", page, None, self._lender) for page in pages[:made]]
                     claims = self._map(pages) if self._memory is None else on_gpu
                     self._claims += claims
                     event = Lent(len(claims), is_answer, turn)
@@ -245,7 +249,7 @@ class KvLease:
                 self._deliver(event)
             case SocketShrink(pages=pages):
                 with self._lock:
-                    keep = pages + sum(c.file != self._file for c in self._claims)
+                    keep = pages + sum(not self._is_current(c) for c in self._claims)
                 self._deliver(Shrink(keep))
             case SocketError(error=error):
                 log.error("the loader lends no pages", extra={"error": error.message})
@@ -253,13 +257,17 @@ class KvLease:
     def _refuse(self, pages: tuple[int, ...]) -> None:
         """Return pages for which there is no memory, and ask again later. Called with the lock."""
         log.warning("the GPU has no memory for lent pages", extra={"pages": len(pages), "device": self._ask.device})
-        held = sum(c.file == self._file for c in self._claims)
+        held = sum(map(self._is_current, self._claims))
         self._send_demand(most=held)  # or the loader would lend the same pages at once
         self._send(SocketReturn(pages=pages))
         if self._retry is None and not self._closed.is_set():
             self._retry = threading.Timer(_REFUSED_S, self._ask_again)
             self._retry.daemon = True
             self._retry.start()
+
+    def _is_current(self, claim: _Claim) -> bool:
+        """True if the page was lent over the present connection. Called with the lock."""
+        return claim.lender == self._lender
 
     def _ask_again(self) -> None:
         with self._lock:
@@ -284,7 +292,7 @@ class KvLease:
                     raise OSError(error, os.strerror(error))
                 # A copy in a forked process would outlive the lock, which this one gives up.
                 _libc.madvise(address, PAGE_BYTES, _MADV_DONTFORK)
-                found.append(_Claim(self._file, page, address))
+                found.append(_Claim(self._file, page, address, self._lender))
             # A new loader renames the file before it counts the pages that processes map.
             path.stat()
         except OSError:
@@ -312,9 +320,9 @@ class KvLease:
         Args:
             most: Largest number of pages to ask for now; None: all.
         """
-        if self._file:
+        if self._lender:
             self._number += 1
-            earlier = sum(c.file != self._file for c in self._claims)
+            earlier = sum(not self._is_current(c) for c in self._claims)
             pages, turn_pages = max(0, self._demand - earlier), max(0, self._turn_pages - earlier)
             if most is not None:
                 pages = min(pages, most)

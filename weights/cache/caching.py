@@ -219,7 +219,11 @@ class CachingTier:
     def _start_fetching(self) -> bool:
         """Reserve room, and open the partial model to write to it. This load has the fill lock.
 
-        Returns False if there is no room: the load has no cache then. Raises `OSError`.
+        Returns:
+            False if there is no room: the load has no cache then.
+
+        Raises:
+            OSError: The disk failed.
         """
         total = sum(f.size for f in self._files)
         if not self._cache.make_room(self.revision, total):

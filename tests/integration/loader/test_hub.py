@@ -95,9 +95,11 @@ def test_files_to_load_are_fetched_once(hub: FakeHub, sources: Sources) -> None:
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= names
     assert not {"README.md", "consolidated.safetensors", "code.py"} & names
     hub.requests.clear()
-    cached = fetch(sources, revision)
+    assert fetch(sources, revision) == directory, "small files outlive the cached copy"
     assert hub.requests == [], "not even the hub's API is asked"
-    assert inspect(sources, str(cached)).files == 2
+    with sources.open_complete(revision) as found:
+        assert found is not None
+        assert inspect(sources, str(found[0])).files == 2
 
 
 def test_remote_code_is_fetched_only_if_trusted(hub: FakeHub, sources: Sources) -> None:

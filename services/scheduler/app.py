@@ -17,20 +17,19 @@ from functools import partial
 from typing import Any
 
 from nats.errors import Error as NatsError
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.scheduler.adapters import clock
 from services.scheduler.adapters.catalog import Catalog, ensure_streams
-from services.scheduler.adapters.database import DATABASE_ERRORS, connect, migrate, plain_url, refused_login
+from services.scheduler.adapters.database import DATABASE_ERRORS, Database, migrate, open_database, plain_url, refused_login
 from services.scheduler.adapters.gc_tuning import freeze_heap, unfreeze_heap
 from services.scheduler.adapters.held_memory import FLUSH_PERIOD_S, HeldMemory
 from services.scheduler.adapters.leadership import Term, leadership
 from services.scheduler.adapters.ledger import Ledger
 from services.scheduler.adapters.load_traces import LoadTraces
+from services.scheduler.adapters.loader_records import LoaderRecords
 from services.scheduler.adapters.migrations import Migrations
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.repository import Repository, StaleEpoch
-from services.scheduler.adapters.statistics import persisted_part
 from services.scheduler.domain.events import Recovered
 from services.scheduler.domain.lifecycle.deliveries import is_current
 from services.scheduler.domain.state.indexes import with_keep_alive
@@ -52,7 +51,6 @@ Background = Callable[[], Coroutine[Any, Any, None]]
 PRUNE_PERIOD_S = 600.0
 HEAP_PERIOD_S = 60.0
 LOADER_STATUS_PERIOD_S = 10.0
-LOADERS_AT_ONCE = 100
 CATALOG_CHECK_S = 10.0
 _RETRY_S = 0.2
 _FAILED_S = 1.0
@@ -64,26 +62,25 @@ async def run(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     """Run until `stop`; return exit status 0 on request, 1 when the mesh is lost."""
     name = settings.scheduler_name or f"{socket.gethostname()}-{os.getpid()}"
     mesh = Mesh(settings, f"scheduler-{name}")
-    engine = connect(settings.database_url.get_secret_value())
+    database = open_database(settings.database_url.get_secret_value())
     metrics = Metrics()
     try:
         with contextlib.ExitStack() as beside:
             if settings.scheduler_metrics_port is not None:
                 beside.enter_context(metrics.served(settings.scheduler_metrics_host, settings.scheduler_metrics_port))
             async with asyncio.TaskGroup() as tasks:
-                serving = tasks.create_task(_serve(settings, mesh, engine, name, metrics), name="serve")
+                serving = tasks.create_task(_serve(settings, mesh, database, name, metrics), name="serve")
                 reporting = tasks.create_task(report_health(partial(check_leader, mesh), LEADER_PERIOD_S), name="health")
                 await wait_for_first(stop, mesh.lost)
                 await end(serving, reporting, again_s=3.0)
     finally:
-        metrics.close()
         if not mesh.lost.is_set():
             await mesh.stop()
-        await engine.dispose()
+        await database.close()
     return 1 if mesh.lost.is_set() and not stop.is_set() else 0
 
 
-async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, name: str, metrics: Metrics) -> None:
+async def _serve(settings: SchedulerSettings, mesh: Mesh, database: Database, name: str, metrics: Metrics) -> None:
     """Lead, repeatedly. A server's failure ends the term; the next one begins when it is back."""
     await mesh.start()
     report_ready()
@@ -93,11 +90,11 @@ async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, n
     while True:
         try:
             if not migrated:
-                await migrate(engine)
+                await migrate(database.shared)
                 migrated = True
             async with leadership(plain_url(settings.database_url.get_secret_value()), above) as term:
                 away.reset()
-                above = await _lead(settings, mesh, engine, term, name, metrics)
+                above = await _lead(settings, mesh, database, term, name, metrics)
         except _TERM_ERRORS as e:
             if away.allows(type(e).__name__):
                 refused = refused_login(e)
@@ -105,19 +102,18 @@ async def _serve(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, n
             await asyncio.sleep(_RETRY_S)
 
 
-async def _lead(settings: SchedulerSettings, mesh: Mesh, engine: AsyncEngine, term: Term, name: str, metrics: Metrics) -> int:
+async def _lead(settings: SchedulerSettings, mesh: Mesh, database: Database, term: Term, name: str, metrics: Metrics) -> int:
     """Run one term; return the epoch that the next one must exceed."""
-    repository = Repository(engine)
+    repository = Repository(database.shared)
     policy = settings.rules()
     loads = LoadTraces(metrics.plan)
-    loop = SchedulerLoop(
-        with_keep_alive(await repository.load(term.epoch, clock.now()), policy.profile.keep), repository, loads, policy
-    )
+    state = with_keep_alive(await repository.load(term.epoch, clock.now()), policy.profile.keep)
+    loop = SchedulerLoop(state, Repository(database.commits), loads, policy)
     js = mesh.nc.jetstream()
     catalog = Catalog(js, mesh.replicas)
     await ensure_streams(js, mesh.replicas)
     migrations = Migrations(mesh, loop.post)
-    ledger = Ledger(engine, settings.price_list)
+    ledger = Ledger(database.shared, settings.price_list)
     held = HeldMemory(ledger, loop.state, term.epoch, policy.node_lost_after_s)
     await held.load()
     handlers = Handlers(mesh, loop, repository, ledger, policy, name, migrations, held, metrics.suspension)
@@ -225,10 +221,6 @@ async def _repeat(name: str, timer: Background) -> None:
         await asyncio.sleep(_FAILED_S)
 
 
-def _batches(names: list[str], size: int) -> list[list[str]]:
-    return [names[at : at + size] for at in range(0, len(names), size)]
-
-
 @contextlib.asynccontextmanager
 async def _background_tasks(
     loop: SchedulerLoop,
@@ -259,15 +251,11 @@ async def _background_tasks(
             await asyncio.sleep(HEAP_PERIOD_S)
 
     async def remember() -> None:
-        written: dict[str, tuple[object, ...]] = {}
+        records = LoaderRecords(repository, epoch)
         while True:
             await asyncio.sleep(LOADER_STATUS_PERIOD_S)
-            now = {name: persisted_part(x) for name, x in loop.state.loaders.items()}
-            changed = [name for name, what in now.items() if written.get(name) != what]
             try:
-                for some in _batches(changed, LOADERS_AT_ONCE):
-                    await repository.keep_loaders(epoch, [x for n in some if (x := loop.state.loaders.get(n)) is not None])
-                    written |= {n: now[n] for n in some}
+                await records.write_changes(loop.state.loaders)
             except (*DATABASE_ERRORS, StaleEpoch) as e:
                 log.warning("failed to persist loader status", extra={"error": repr(e)})
 

@@ -32,6 +32,14 @@ RESERVATION = "reserve_bytes"
 """
 
 
+MAX_TOKEN = (1 << 62) - 1
+"""A larger fencing token would leave a scheduler no epoch above it that PostgreSQL can store."""
+StoredBytes = Annotated[int, Field(ge=0, le=1 << 60)]
+"""Bytes of a node that the scheduler stores. A message with others is malformed, so that it does
+not fail at the database.
+"""
+
+
 class StartInstance(Request):
     """Reserve, start an engine, have it load.
 
@@ -152,7 +160,7 @@ class InstanceMemory(Frozen):
     weights: int = 0
     private: int = 0
     kv: int = 0
-    reserved: int = 0
+    reserved: StoredBytes = 0
 
 
 SuspendWay = Literal["cpu", "cuda", "sleep", "sleep_cuda"]
@@ -191,7 +199,7 @@ class Suspension(Frozen):
         description="Of the snapshot, in swap: all of `snapshot_bytes` if the way is cpu, else what was written there from host "
         "memory, which `snapshot_bytes` does not count.",
     )
-    need_bytes: int = Field(default=0, description="To be reserved for a resumption, what is left included.")
+    need_bytes: StoredBytes = Field(default=0, description="To be reserved for a resumption, what is left included.")
     resume_ms: float | None = Field(default=None, description="Expected: as measured, before the first from its bytes.")
     resumes: int = 0
     fell_back: ErrorBody | None = Field(
@@ -205,7 +213,7 @@ class Suspension(Frozen):
 class InstanceStatus(Frozen):
     instance_id: str
     plan_id: str
-    token: int
+    token: int = Field(ge=0, le=MAX_TOKEN)
     model: str
     generation: int
     revision: str
@@ -271,7 +279,7 @@ class DeviceStatus(Frozen):
     device_id: str
     kind: Literal["cpu", "cuda"]
     name: str = ""
-    budget_bytes: int
+    budget_bytes: StoredBytes
     reserved_bytes: int
     executor_bytes: int = Field(default=0, description="The part of `reserved_bytes` for its executor.")
     used_bytes: int = Field(default=0, description="Measured (NVML; PSS and shared memory on cpu).")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
@@ -25,6 +28,35 @@ NEWEST_REVISION = "0016"
 DATABASE_ERRORS = (SQLAlchemyError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError)
 """Errors of a statement. SQLAlchemy does not wrap those of connecting (`open_connection`)."""
 _MIGRATIONS = Path(__file__).parent.parent / "migrations"
+_PROBE_S = 1
+_GIVE_UP_MS = 1500
+_VANISHED_CLIENT = {
+    "tcp_keepalives_idle": str(_PROBE_S),
+    "tcp_keepalives_interval": str(_PROBE_S),
+    "tcp_keepalives_count": "2",
+    "tcp_user_timeout": str(_GIVE_UP_MS),
+    "client_connection_check_interval": "1000",
+}
+"""Have the server end a session whose client's host has vanished, with its locks."""
+_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
+_REPLACEMENT = r"\1\\ufffd"
+
+
+@dataclass(frozen=True)
+class Database:
+    """A scheduler's connections to PostgreSQL.
+
+    Attributes:
+        commits: One connection for the commits of decisions: they wait for no view and no report.
+        shared: Three connections for everything else.
+    """
+
+    commits: AsyncEngine
+    shared: AsyncEngine
+
+    async def close(self) -> None:
+        await self.commits.dispose()
+        await self.shared.dispose()
 
 
 def plain_url(url: str) -> str:
@@ -43,7 +75,7 @@ async def open_connection(url: str, **options: Any) -> asyncpg.Connection:
     """Connect to the URL's first server that accepts writes: the present primary.
 
     asyncpg's own list of servers stops at the first one that answers with an error, for example
-    while it is starting.
+    while it is starting. Both ends notice a host that vanished within three seconds.
 
     Raises:
         OSError, asyncpg.PostgresError or asyncpg.InterfaceError: The last server's error, if none
@@ -59,11 +91,32 @@ async def open_connection(url: str, **options: Any) -> asyncpg.Connection:
 
 
 async def _primary(server: str, options: dict[str, Any]) -> asyncpg.Connection:
+    given = {**options, "server_settings": _VANISHED_CLIENT | options.get("server_settings", {})}
     try:
-        return await asyncpg.connect(server, timeout=CONNECT_TIMEOUT_S, target_session_attrs="read-write", **options)
+        connection = await asyncpg.connect(server, timeout=CONNECT_TIMEOUT_S, target_session_attrs="read-write", **given)
     except asyncpg.exceptions.TargetServerAttributeNotMatched as e:
         place = urlsplit(server).netloc.rpartition("@")[2]
         raise ConnectionRefusedError(f"PostgreSQL at {place} accepts no writes: it is a standby until it is promoted") from e
+    _notice_vanished_server(connection)
+    return connection
+
+
+def _notice_vanished_server(connection: asyncpg.Connection) -> None:
+    """Have the kernel probe the server's host, and end the connection without an answer."""
+    transport = connection._transport  # asyncpg has no public access to its socket
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", _PROBE_S),
+        ("TCP_KEEPALIVE", _PROBE_S),
+        ("TCP_KEEPINTVL", _PROBE_S),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", _GIVE_UP_MS),
+    ):
+        if (number := getattr(socket, option, None)) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, number, value)
 
 
 def refused_login(error: BaseException) -> str | None:
@@ -79,11 +132,16 @@ def refused_login(error: BaseException) -> str | None:
     return None
 
 
-def connect(url: str) -> AsyncEngine:
+def open_database(url: str) -> Database:
+    return Database(connect(url, 1), connect(url))
+
+
+def connect(url: str, most: int = 3) -> AsyncEngine:
+    """Return a pool of up to `most` connections, which are opened when they are used."""
     return create_async_engine(
         "postgresql+asyncpg://",
         async_creator=lambda: open_connection(url, command_timeout=10),
-        pool_size=3,
+        pool_size=most,
         max_overflow=0,
         pool_pre_ping=True,
         json_serializer=_to_json,
@@ -92,8 +150,13 @@ def connect(url: str) -> AsyncEngine:
 
 
 def _to_json(value: object) -> str:
-    """Serialize contracts directly, without an intermediate dictionary."""
-    return to_json(value).decode()
+    """Serialize contracts directly, without an intermediate dictionary.
+
+    PostgreSQL refuses NUL characters, which the end of an engine's log may have. A refused commit
+    would end the term, and the next one as well.
+    """
+    text = to_json(value).decode()
+    return _NUL.sub(_REPLACEMENT, text) if "\\u0000" in text else text
 
 
 async def migrate(engine: AsyncEngine) -> None:

@@ -11,24 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-
-import asyncpg
 
 from services.scheduler.adapters.database import LEADER_LOCK, open_connection
 
 log = logging.getLogger(__name__)
-PROBE_S = 1
-GIVE_UP_MS = 1500
 _SERVER_SIDE = {
     "application_name": "thaw-scheduler-leadership",
-    "tcp_keepalives_idle": str(PROBE_S),
-    "tcp_keepalives_interval": str(PROBE_S),
-    "tcp_keepalives_count": "2",
-    "tcp_user_timeout": str(GIVE_UP_MS),
-    "client_connection_check_interval": "1000",
     "idle_session_timeout": "0",
     "lock_timeout": "0",
     "statement_timeout": "0",
@@ -57,7 +47,6 @@ async def leadership(url: str, above: int = 0) -> AsyncIterator[Term]:
     """
     connection = await open_connection(url, server_settings=_SERVER_SIDE)
     try:
-        _probe(connection)
         await connection.fetchval("SELECT pg_advisory_lock($1)", LEADER_LOCK)
         epoch = await connection.fetchval(
             "UPDATE leadership SET epoch = greatest(epoch, $1) + 1 WHERE id = 1 RETURNING epoch", above, timeout=5
@@ -69,21 +58,3 @@ async def leadership(url: str, above: int = 0) -> AsyncIterator[Term]:
     finally:
         # Closing the connection frees the lock in any state.
         connection.terminate()
-
-
-def _probe(connection: asyncpg.Connection) -> None:
-    """Have the kernel detect a peer that vanished."""
-    transport = connection._transport  # asyncpg has no public access to its socket
-    sock = transport.get_extra_info("socket")
-    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        ("TCP_KEEPIDLE", PROBE_S),
-        ("TCP_KEEPALIVE", PROBE_S),
-        ("TCP_KEEPINTVL", PROBE_S),
-        ("TCP_KEEPCNT", 2),
-        ("TCP_USER_TIMEOUT", GIVE_UP_MS),
-    ):
-        if (number := getattr(socket, option, None)) is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, number, value)

@@ -7,6 +7,7 @@ nothing; the reply says from where to continue.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,12 +73,17 @@ CLOCKS_KEPT_S = _SPOOL_HOURS * 3600.0
 """The clock of a node that was silent for so long is forgotten."""
 
 
+VIEWS_AT_ONCE = 2
+"""Views of operators that read the database at a time. They leave a connection to the records."""
+
+
 class Ledger:
     """Writer and reader of the ledger; with `prices` its sums have a cost."""
 
     def __init__(self, engine: AsyncEngine, prices: Prices | None = None) -> None:
         self._engine = engine
         self.prices = prices
+        self._viewing = asyncio.Semaphore(VIEWS_AT_ONCE)
 
     async def record(
         self, epoch: int, report: ReportUsage, hour: int, on_new: Callable[[ReportUsage], None] | None = None
@@ -117,7 +123,7 @@ class Ledger:
         # Models have prices of their own, so costs are summed over models, not computed from sums.
         by = query.by if self.prices is None else tuple(dict.fromkeys((*query.by, "model")))
         sums: dict[tuple[Any, ...], _Sum] = {}
-        async with self._engine.connect() as connection:
+        async with self._viewing, self._engine.connect() as connection:
             for row in (await connection.execute(_sums(query, by))).mappings():
                 sums[tuple(row[name] for name in by)] = _Sum({name: int(row[name] or 0) for name in _COUNTS})
             for row in (await connection.execute(select_start_charges(query, by))).mappings():

@@ -105,7 +105,7 @@ class Repository:
                 found += [_instance(dict(r), now) for r in rows]
                 # after their instances, so that each device is computed once
                 rows = (await connection.execute(select(tables.nodes))).mappings()
-                found += [Node(**{**r, "devices": tuple(devices.get(r["name"], ()))}) for r in rows]
+                found += [_node(dict(r), devices.get(r["name"], []), now) for r in rows]
                 rows = (await connection.execute(select(tables.profiles))).mappings()
                 found += [_profile(dict(r)) for r in rows]
                 rows = (await connection.execute(select(tables.objectives))).mappings()
@@ -323,6 +323,12 @@ async def _devices(connection: AsyncConnection) -> dict[str, list[Device]]:
         columns = dict(row)
         found.setdefault(columns.pop("node"), []).append(Device(**columns))
     return found
+
+
+def _node(row: dict[str, Any], devices: list[Device], now: float) -> Node:
+    """Clip times of another host's clock to now: a drain would last longer."""
+    since = row["drain_since"]
+    return Node(**{**row, "devices": tuple(devices), "drain_since": min(since, now) if since is not None else None})
 
 
 def _instance(row: dict[str, Any], now: float) -> Instance:

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, MetaData, Table, Text, text
 from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.types import TypeDecorator
+
+
+class StorableText(TypeDecorator[str]):
+    """Text whose NUL characters are replaced: PostgreSQL refuses them.
+
+    The end of an engine's log, which is the error of a failed start, may have some.
+    """
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Any) -> str | None:
+        return value.replace("\0", "\N{REPLACEMENT CHARACTER}") if value is not None else None
+
 
 metadata = MetaData()
 
 models = Table(
     "models",
     metadata,
-    Column("name", Text, primary_key=True),
+    Column("name", StorableText, primary_key=True),
     Column("card", JSONB, nullable=False),
-    Column("error", Text),
+    Column("error", StorableText),
     Column("resting", Boolean, nullable=False, server_default="false"),
 )
 nodes = Table(
     "nodes",
     metadata,
-    Column("name", Text, primary_key=True),
-    Column("boot_id", Text, nullable=False),
+    Column("name", StorableText, primary_key=True),
+    Column("boot_id", StorableText, nullable=False),
     Column("labels", JSONB, nullable=False),
     Column("cordoned", Boolean, nullable=False),
     Column("drain_since", Float),
@@ -27,59 +44,59 @@ nodes = Table(
 devices = Table(
     "devices",
     metadata,
-    Column("node", Text, primary_key=True),
-    Column("device_id", Text, primary_key=True),
-    Column("kind", Text, nullable=False),
-    Column("name", Text, nullable=False),
+    Column("node", StorableText, primary_key=True),
+    Column("device_id", StorableText, primary_key=True),
+    Column("kind", StorableText, nullable=False),
+    Column("name", StorableText, nullable=False),
     Column("budget_bytes", BigInteger, nullable=False),
 )
 instances = Table(
     "instances",
     metadata,
-    Column("instance_id", Text, primary_key=True),
-    Column("plan_id", Text, nullable=False),
-    Column("model", Text, nullable=False),
+    Column("instance_id", StorableText, primary_key=True),
+    Column("plan_id", StorableText, nullable=False),
+    Column("model", StorableText, nullable=False),
     Column("generation", Integer, nullable=False),
-    Column("revision", Text, nullable=False),
-    Column("node", Text, nullable=False),
+    Column("revision", StorableText, nullable=False),
+    Column("node", StorableText, nullable=False),
     Column("device_ids", JSONB, nullable=False),
     Column("token", BigInteger, nullable=False),
     Column("reserve_bytes", BigInteger, nullable=False),
     Column("kv_bytes", BigInteger, nullable=False),
     Column("requested_at", Float, nullable=False),
     Column("planned_at", Float, nullable=False),
-    Column("state", Text, nullable=False),
-    Column("leaving", Text, nullable=False),
-    Column("leave_reason", Text, nullable=False),
+    Column("state", StorableText, nullable=False),
+    Column("leaving", StorableText, nullable=False),
+    Column("leave_reason", StorableText, nullable=False),
     Column("stop_at", Float),
     Column("sent_at", Float),
     Column("ready_at", Float),
-    Column("trigger", Text, nullable=False),
-    Column("traceparent", Text),
+    Column("trigger", StorableText, nullable=False),
+    Column("traceparent", StorableText),
     Column("stages", Integer, nullable=False, server_default="1"),
 )
 plans = Table(
     "plans",
     metadata,
-    Column("plan_id", Text, primary_key=True),
-    Column("model", Text, nullable=False),
+    Column("plan_id", StorableText, primary_key=True),
+    Column("model", StorableText, nullable=False),
     Column("created", Float, nullable=False),
-    Column("trigger", Text, nullable=False),
-    Column("way", Text, nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("instance_id", Text),
-    Column("outcome", Text, nullable=False),
+    Column("trigger", StorableText, nullable=False),
+    Column("way", StorableText, nullable=False),
+    Column("reason", StorableText, nullable=False),
+    Column("instance_id", StorableText),
+    Column("outcome", StorableText, nullable=False),
     Column("chosen", JSONB),
     Column("candidates", JSONB, nullable=False),
     Column("predicted", JSONB, nullable=False),
     Column("measured", JSONB, nullable=False),
     Column("measured_ms", Float),
     Column("error", JSONB),
-    Column("traceparent", Text),
+    Column("traceparent", StorableText),
     Column("predicted_ms", Float),
     Column("error_ms", Float),
     Column("preempted", JSONB),
-    Column("caused_by", Text),
+    Column("caused_by", StorableText),
     Index("plans_by_model", "model", "created"),
     Index("plans_by_age", "created"),
     Index("plans_by_instance", "instance_id", "created"),
@@ -87,9 +104,9 @@ plans = Table(
 parameters = Table(
     "parameters",
     metadata,
-    Column("model", Text, primary_key=True),
-    Column("node", Text, primary_key=True),
-    Column("quantity", Text, primary_key=True),
+    Column("model", StorableText, primary_key=True),
+    Column("node", StorableText, primary_key=True),
+    Column("quantity", StorableText, primary_key=True),
     Column("value", Float, nullable=False),
     Column("error", Float, nullable=False),
     Column("count", Integer, nullable=False),
@@ -99,16 +116,16 @@ parameters = Table(
 profiles = Table(
     "profiles",
     metadata,
-    Column("model", Text, primary_key=True),
+    Column("model", StorableText, primary_key=True),
     Column("generation", Integer, nullable=False),
-    Column("engine", Text, nullable=False),
+    Column("engine", StorableText, nullable=False),
     Column("by_kind", JSONB, nullable=False),
 )
 """Measured memory of a model's instance, by kind of device."""
 objectives = Table(
     "objectives",
     metadata,
-    Column("model", Text, primary_key=True),
+    Column("model", StorableText, primary_key=True),
     Column("hours", JSONB, nullable=False),
     Column("applied", JSONB, nullable=False),
 )
@@ -116,9 +133,9 @@ objectives = Table(
 residency = Table(
     "residency",
     metadata,
-    Column("node", Text, primary_key=True),
-    Column("weights_id", Text, primary_key=True),
-    Column("tier", Text, primary_key=True),
+    Column("node", StorableText, primary_key=True),
+    Column("weights_id", StorableText, primary_key=True),
+    Column("tier", StorableText, primary_key=True),
     Column("nbytes", BigInteger, nullable=False),
     Column("heard_at", Float, nullable=False),
 )
@@ -126,8 +143,8 @@ residency = Table(
 links = Table(
     "links",
     metadata,
-    Column("node", Text, primary_key=True),
-    Column("link", Text, primary_key=True),
+    Column("node", StorableText, primary_key=True),
+    Column("link", StorableText, primary_key=True),
     Column("bytes_per_second", Float),
     Column("queued_bytes", BigInteger, nullable=False),
     Column("loads", Integer, nullable=False),
@@ -138,9 +155,9 @@ usage = Table(
     "usage",
     metadata,
     Column("hour", Integer, primary_key=True),
-    Column("key", Text, primary_key=True),
-    Column("model", Text, primary_key=True),
-    Column("adapter", Text, primary_key=True),
+    Column("key", StorableText, primary_key=True),
+    Column("model", StorableText, primary_key=True),
+    Column("adapter", StorableText, primary_key=True),
     Column("requests", BigInteger, nullable=False),
     Column("failed", BigInteger, nullable=False),
     Column("prompt_tokens", BigInteger, nullable=False),
@@ -154,14 +171,14 @@ usage = Table(
 cold_waits = Table(
     "cold_waits",
     metadata,
-    Column("plan_id", Text, primary_key=True),
-    Column("key", Text, primary_key=True),
-    Column("model", Text, primary_key=True),
-    Column("adapter", Text, primary_key=True),
+    Column("plan_id", StorableText, primary_key=True),
+    Column("key", StorableText, primary_key=True),
+    Column("model", StorableText, primary_key=True),
+    Column("adapter", StorableText, primary_key=True),
     Column("hour", Integer, nullable=False),
     Column("requests", BigInteger, nullable=False),
     Column("start_s", Float, nullable=False),
-    Column("device_kind", Text, nullable=False, server_default=""),
+    Column("device_kind", StorableText, nullable=False, server_default=""),
     Column("devices", Integer, nullable=False, server_default="1"),
     Index("cold_waits_by_hour", "hour"),
 )
@@ -169,15 +186,15 @@ cold_waits = Table(
 displacements = Table(
     "displacements",
     metadata,
-    Column("plan_id", Text, primary_key=True),
-    Column("payer", Text, primary_key=True),
+    Column("plan_id", StorableText, primary_key=True),
+    Column("payer", StorableText, primary_key=True),
     Column("hour", Integer, nullable=False),
-    Column("key", Text, nullable=False),
-    Column("model", Text, nullable=False),
+    Column("key", StorableText, nullable=False),
+    Column("model", StorableText, nullable=False),
     Column("victims", Integer, nullable=False),
     Column("clearing_s", Float, nullable=False),
     Column("restart_s", Float, nullable=False),
-    Column("device_kind", Text, nullable=False),
+    Column("device_kind", StorableText, nullable=False),
     Column("devices", Integer, nullable=False),
     Index("displacements_by_payer", "payer"),
     Index("displacements_by_hour", "hour"),
@@ -188,8 +205,8 @@ without such requests `key` pays, the owner of the payer's model.
 start_phases = Table(
     "start_phases",
     metadata,
-    Column("plan_id", Text, primary_key=True),
-    Column("phase", Text, primary_key=True),
+    Column("plan_id", StorableText, primary_key=True),
+    Column("phase", StorableText, primary_key=True),
     Column("hour", Integer, nullable=False),
     Column("share", Float, nullable=False),
     Index("start_phases_by_hour", "hour"),
@@ -198,7 +215,7 @@ start_phases = Table(
 usage_spools = Table(
     "usage_spools",
     metadata,
-    Column("spool", Text, primary_key=True),
+    Column("spool", StorableText, primary_key=True),
     Column("position", BigInteger, nullable=False),
     Column("hour", Integer, nullable=False),
 )
@@ -206,7 +223,7 @@ usage_spools = Table(
 metered_responses = Table(
     "metered_responses",
     metadata,
-    Column("answer_id", Text, primary_key=True),
+    Column("answer_id", StorableText, primary_key=True),
     Column("hour", Integer, nullable=False),
 )
 """Responses that count already and that another gateway may report again."""
@@ -214,24 +231,24 @@ held_memory = Table(
     "held_memory",
     metadata,
     Column("hour", Integer, primary_key=True),
-    Column("key", Text, primary_key=True),
-    Column("model", Text, primary_key=True),
-    Column("kind", Text, primary_key=True),
+    Column("key", StorableText, primary_key=True),
+    Column("model", StorableText, primary_key=True),
+    Column("kind", StorableText, primary_key=True),
     Column("byte_s", Float, nullable=False),
 )
 """Byte-seconds that instances held on devices (cpu, cuda), or suspended in host memory (host), and
 those of cached weights (cache).
 """
-held_clocks = Table("held_clocks", metadata, Column("node", Text, primary_key=True), Column("until", Float, nullable=False))
+held_clocks = Table("held_clocks", metadata, Column("node", StorableText, primary_key=True), Column("until", Float, nullable=False))
 """Unix seconds up to which each node's memory is recorded."""
 background_work = Table(
     "background_work",
     metadata,
     Column("hour", Integer, primary_key=True),
-    Column("key", Text, primary_key=True),
-    Column("model", Text, primary_key=True),
-    Column("plan_id", Text, primary_key=True),
-    Column("device_kind", Text, primary_key=True),
+    Column("key", StorableText, primary_key=True),
+    Column("model", StorableText, primary_key=True),
+    Column("plan_id", StorableText, primary_key=True),
+    Column("device_kind", StorableText, primary_key=True),
     Column("us", BigInteger, nullable=False),
     Index("background_work_by_plan", "plan_id"),
 )
@@ -241,8 +258,8 @@ without such requests `key` pays.
 background_readings = Table(
     "background_readings",
     metadata,
-    Column("engine", Text, primary_key=True),
-    Column("plan_id", Text, primary_key=True),
+    Column("engine", StorableText, primary_key=True),
+    Column("plan_id", StorableText, primary_key=True),
     Column("us", BigInteger, nullable=False),
     Column("hour", Integer, nullable=False),
 )
@@ -250,8 +267,8 @@ background_readings = Table(
 device_accounts = Table(
     "device_accounts",
     metadata,
-    Column("model", Text, primary_key=True),
-    Column("device_kind", Text, primary_key=True),
+    Column("model", StorableText, primary_key=True),
+    Column("device_kind", StorableText, primary_key=True),
     Column("charged_us", BigInteger, nullable=False),
     Column("recorded_us", BigInteger, nullable=False),
     Column("unrecorded_us", BigInteger, nullable=False),
@@ -261,11 +278,11 @@ device_accounts = Table(
 pulls = Table(
     "pulls",
     metadata,
-    Column("key", Text, primary_key=True),
-    Column("model", Text, nullable=False),
-    Column("node", Text, nullable=False),
-    Column("tier", Text, nullable=False),
-    Column("weights_id", Text, nullable=False),
+    Column("key", StorableText, primary_key=True),
+    Column("model", StorableText, nullable=False),
+    Column("node", StorableText, nullable=False),
+    Column("tier", StorableText, nullable=False),
+    Column("weights_id", StorableText, nullable=False),
     Column("since", Float, nullable=False),
     Column("requests", JSONB, nullable=False),
     Column("token", BigInteger, nullable=False),

@@ -85,6 +85,20 @@ async def test_pulls_survive_a_leader_change_with_their_answers(migrated_url: st
         await engine.dispose()
 
 
+async def test_drain_is_not_prolonged_by_a_leader_whose_clock_was_ahead(migrated_url: str) -> None:
+    engine = connect(migrated_url)
+    nodes = [Node("past", drain_since=3.0), Node("future", drain_since=3_600.0), Node("none")]
+    try:
+        await migrate(engine)
+        repository = Repository(engine)
+        async with leadership(plain_url(migrated_url)) as term:
+            await repository.commit(term.epoch, [Put(n) for n in nodes])
+            state = await repository.load(term.epoch, now=10.0)
+        assert {n.name: n.drain_since for n in state.nodes.values()} == {"past": 3.0, "future": 10.0, "none": None}
+    finally:
+        await engine.dispose()
+
+
 async def test_estimates_objectives_and_loader_statuses_survive_a_leader_change(migrated_url: str) -> None:
     engine = connect(migrated_url)
     learned = [

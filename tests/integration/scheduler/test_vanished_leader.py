@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -24,19 +25,27 @@ log = logging.getLogger(__name__)
 WITHIN_S = 3.0
 SLACK = 8
 """Factor of the asserted bound, for a busy machine."""
+_NUMBERS = itertools.count(1)
+"""Of the tests: the names of one are free again some time after its end."""
 _LINE_WITHIN_S = 120.0
 """A holder has to import its modules first."""
 
 HOLDER = """
-import asyncio, sys
+import asyncio, os, sys
+from services.scheduler.adapters.database import connect
 from services.scheduler.adapters.leadership import leadership
+from services.scheduler.adapters.repository import require_epoch
 
 async def main():
     print("waiting", flush=True)
     async with leadership(sys.argv[1]) as term:
+        connection = await connect(sys.argv[1]).connect()
+        if sys.argv[2] == "commits":
+            await require_epoch(connection, term.epoch)
         print("leading", term.epoch, flush=True)
         await term.lost.wait()
         print("lost", flush=True)
+        os._exit(0)
 
 asyncio.run(main())
 """
@@ -70,8 +79,9 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip("needs root: makes network namespaces")
     if shutil.which("ip") is None:
         pytest.skip("needs iproute2's `ip`")
-    tag = f"{os.getpid() % 100000:05d}"
-    subnet = f"10.{200 + os.getpid() % 50}.{os.getpid() % 250}"
+    number = next(_NUMBERS)
+    tag = f"{os.getpid() % 10000:04d}{number}"
+    subnet = f"10.{200 + os.getpid() % 50}.{(os.getpid() + number) % 250}"
     bridge, names, ports = f"tb{tag}", (f"thaw-a{tag}", f"thaw-b{tag}"), (f"tp{tag}a", f"tp{tag}b")
     try:
         try:
@@ -93,10 +103,10 @@ def hosts() -> Iterator[Hosts]:
                 ip(*command)
 
 
-async def holder(host: str, url: str) -> asyncio.subprocess.Process:
+async def holder(host: str, url: str, state: str) -> asyncio.subprocess.Process:
     root = Path(__file__).parents[3]
     return await asyncio.create_subprocess_exec(
-        "ip", "netns", "exec", host, sys.executable, "-c", HOLDER, url, cwd=root, stdout=asyncio.subprocess.PIPE
+        "ip", "netns", "exec", host, sys.executable, "-c", HOLDER, url, state, cwd=root, stdout=asyncio.subprocess.PIPE
     )
 
 
@@ -125,7 +135,9 @@ async def idle(url: str) -> None:
 
 
 @pytest.mark.root
-async def test_the_lock_of_a_vanished_host_falls(hosts: Hosts) -> None:
+@pytest.mark.parametrize("state", ["idle", "commits"])
+async def test_the_lock_of_a_vanished_host_falls(hosts: Hosts, state: str) -> None:
+    """A leader that commits decisions also keeps others from leading under a new epoch."""
     server = await asyncio.to_thread(lambda: PostgresServer(listen="*"))
     processes = []
     try:
@@ -134,7 +146,7 @@ async def test_the_lock_of_a_vanished_host_falls(hosts: Hosts) -> None:
         await engine.dispose()
         url = server.url.replace("127.0.0.1", hosts.gateway).replace("+asyncpg", "")
         for name in hosts.names:
-            processes.append(await holder(name, url))  # in order: the first one leads
+            processes.append(await holder(name, url, state))  # in order: the first one leads
             await says(processes[-1], "waiting")
             if len(processes) == 1:
                 await says(processes[0], "leading 1")

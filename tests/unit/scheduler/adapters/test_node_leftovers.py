@@ -9,6 +9,7 @@ import pytest
 
 from services.scheduler import app
 from services.scheduler.adapters import clock
+from services.scheduler.adapters.database import Database
 from services.scheduler.adapters.held_memory import HeldMemory
 from services.scheduler.adapters.leadership import Term
 from services.scheduler.adapters.ledger import CLOCKS_KEPT_S
@@ -106,11 +107,10 @@ async def test_metrics_have_no_state_of_a_term_that_could_not_begin(monkeypatch:
 
     monkeypatch.setattr(app, "Repository", Stored)
     monkeypatch.setattr(app, "ensure_streams", fail)
-    metrics, mesh = Metrics(), cast("Any", FakeMesh())
+    metrics, mesh, nothing = Metrics(), cast("Any", FakeMesh()), cast("Any", None)
     with pytest.raises(TimeoutError):
-        await app._lead(SchedulerSettings(), mesh, cast("Any", None), Term(1), "s", metrics)
+        await app._lead(SchedulerSettings(), mesh, Database(nothing, nothing), Term(1), "s", metrics)
     assert list(metrics.nodes()) == []
-    metrics.close()
 
 
 class FakeMesh:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
 from services.scheduler.adapters.present_values import PresentValues, Value
@@ -17,6 +15,7 @@ from services.scheduler.domain.suspensions import SuspensionStep, parked_bytes
 from shared.contracts.loader import DeviceMemory, LoaderStatus
 from shared.contracts.node import NodeStatus
 from shared.contracts.plans import PlanRecord
+from shared.telemetry.series import Counter, Histogram
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120, 300)
 
@@ -36,25 +35,27 @@ class Metrics:
         self.loaders: Callable[[], Iterable[LoaderStatus]] = tuple
         self.nodes: Callable[[], Iterable[Presence]] = tuple
         self._registry = CollectorRegistry()
-        self._provider = MeterProvider(
-            metric_readers=[PrometheusMetricReader(registry=self._registry, scope_info_enabled=False, disable_target_info=True)],
-            shutdown_on_exit=False,
-        )
-        meter = self._provider.get_meter("thaw.scheduler")
         present = PresentValues()
         self._registry.register(present)
 
         def seconds(name: str, text: str) -> _Record:
-            return meter.create_histogram(name, "s", text, explicit_bucket_boundaries_advisory=SECONDS).record
+            histogram = Histogram(name, text, "seconds", SECONDS)
+            self._registry.register(histogram)
+            return histogram.record
+
+        def count(name: str, text: str, unit: str = "") -> _Record:
+            counter = Counter(name, text, unit)
+            self._registry.register(counter)
+            return counter.add
 
         self._predicted = seconds("thaw.plan.predicted", "From decision to ready, as predicted.")
         self._took = seconds("thaw.plan.took", "From decision to ready, as measured.")
         self._error = seconds("thaw.plan.error", "Absolute difference between the two.")
-        self._bias = meter.create_counter("thaw.plan.late", "s", "Time by which plans took longer than predicted.")
-        self._outcomes = meter.create_counter("thaw.plan.outcomes", "{plan}", "Finished plans, by outcome.")
-        self._victims = meter.create_counter("thaw.plan.victims", "{instance}", "Instances that left for starts.")
-        self._clearing = meter.create_counter("thaw.plan.clearing", "s", "From decisions until their victims' memory was free.")
-        self._restarts = meter.create_counter("thaw.plan.restarts", "s", "Starts that preemptions or migrations for others caused.")
+        self._bias = count("thaw.plan.late", "Time by which plans took longer than predicted.", "seconds")
+        self._outcomes = count("thaw.plan.outcomes", "Finished plans, by outcome.")
+        self._victims = count("thaw.plan.victims", "Instances that left for starts.")
+        self._clearing = count("thaw.plan.clearing", "From decisions until their victims' memory was free.", "seconds")
+        self._restarts = count("thaw.plan.restarts", "Starts that preemptions or migrations for others caused.", "seconds")
         self._phases = seconds("thaw.plan.phase", "Measured phases of plans.")
         self._suspensions = {
             "suspend": seconds("thaw.suspend", "Suspensions of engines, until their memory is given back."),
@@ -108,12 +109,12 @@ class Metrics:
         names = {"gen_ai.request.model": plan.model, "thaw.trigger": plan.trigger}
         if chosen is not None:
             names |= {"thaw.way": chosen.ready_by, "thaw.clearing": chosen.clearing, "thaw.source": chosen.source}
-        self._outcomes.add(1, {**names, "thaw.outcome": plan.outcome})
+        self._outcomes(1, {**names, "thaw.outcome": plan.outcome})
         if chosen is not None and chosen.cleared_ms is not None:
-            self._victims.add(len(chosen.victims), names)
-            self._clearing.add(chosen.cleared_ms / 1e3, names)
+            self._victims(len(chosen.victims), names)
+            self._clearing(chosen.cleared_ms / 1e3, names)
         if plan.caused_by is not None and plan.measured_ms is not None:
-            self._restarts.add(plan.measured_ms / 1e3, names)
+            self._restarts(plan.measured_ms / 1e3, names)
         if plan.outcome != "ready" or chosen is None:
             return
         for phase, ms in plan.measured_phases.items():
@@ -123,7 +124,7 @@ class Metrics:
         self._predicted(chosen.predicted_ms / 1e3, names)
         self._took(chosen.took_ms / 1e3, names)
         self._error(abs(chosen.error_ms) / 1e3, names)
-        self._bias.add(max(0.0, chosen.error_ms) / 1e3, names)
+        self._bias(max(0.0, chosen.error_ms) / 1e3, names)
 
     def suspension(self, step: SuspensionStep) -> None:
         """Record a suspension or resumption that is over."""
@@ -132,7 +133,7 @@ class Metrics:
 
     def _snapshots_by_model(self) -> Iterator[Value]:
         for status in self._statuses():
-            sums: Counter[tuple[str, str]] = Counter()
+            sums: Counts[tuple[str, str]] = Counts()
             for instance in status.instances:
                 if instance.state.parked:
                     sums.update({(instance.model, place): nbytes for place, nbytes in parked_bytes(instance).items()})
@@ -165,7 +166,7 @@ class Metrics:
                 yield count, {"thaw.state": state}
 
     def _instances(self) -> Iterator[Value]:
-        states = Counter(i.state.value for status in self._statuses() for i in status.instances)
+        states = Counts(i.state.value for status in self._statuses() for i in status.instances)
         return ((count, {"thaw.state": state}) for state, count in states.items())
 
     def _device(self, attribute: str) -> Iterator[Value]:
@@ -216,9 +217,6 @@ class Metrics:
             server.shutdown()
             server.server_close()
             thread.join()
-
-    def close(self) -> None:
-        self._provider.shutdown()
 
 
 def _used_and_free(node: str, total: int, free: int) -> Iterator[Value]:

@@ -10,12 +10,11 @@ from wsgiref.simple_server import WSGIServer
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
 from shared.contracts.migration import MigrationRecord
+from shared.telemetry.series import Counter, Histogram
 from shared.telemetry.tracing import context_of, link_to, traceparent, tracer
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60)
@@ -25,32 +24,26 @@ TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._provider = MeterProvider(
-            metric_readers=[PrometheusMetricReader(registry=self._registry, scope_info_enabled=False, disable_target_info=True)],
-            shutdown_on_exit=False,
-        )
-        meter = self._provider.get_meter("thaw.migrator")
-        self._pause = meter.create_histogram(
-            "thaw.migration.pause",
-            "s",
-            "From the last token of the source to the first of the destination.",
-            explicit_bucket_boundaries_advisory=SECONDS,
-        )
-        self._duration = meter.create_histogram(
-            "thaw.migration.duration", "s", "Duration of a migration.", explicit_bucket_boundaries_advisory=SECONDS
-        )
-        self._rounds = meter.create_counter("thaw.migration.rounds", "{round}", "Recomputations at destinations.")
-        self._recomputed = meter.create_counter("thaw.migration.tokens", "{token}", "Tokens recomputed at destinations.")
-        self._kv_bytes = meter.create_counter("thaw.migration.kv_bytes", "By", "Keys and values that sources sent to destinations.")
-        self._kv_tokens = meter.create_counter(
-            "thaw.migration.kv_tokens", "{token}", "Tokens whose keys and values were sent instead of recomputed."
-        )
-        self._moved = meter.create_counter(
-            "thaw.migration.moved_tokens", "{token}", "Tokens that requests had generated when they were moved."
-        )
-        self._requests = meter.create_counter("thaw.migration.requests", "{request}", "Requests by the outcome of their move.")
-        self._ended = meter.create_counter("thaw.migrations", "{migration}", "Migrations by outcome and reason.")
+        self._pause = self._seconds("thaw.migration.pause", "From the last token of the source to the first of the destination.")
+        self._duration = self._seconds("thaw.migration.duration", "Duration of a migration.")
+        self._rounds = self._counter("thaw.migration.rounds", "Recomputations at destinations.")
+        self._recomputed = self._counter("thaw.migration.tokens", "Tokens recomputed at destinations.")
+        self._kv_bytes = self._counter("thaw.migration.kv_bytes", "Keys and values that sources sent to destinations.")
+        self._kv_tokens = self._counter("thaw.migration.kv_tokens", "Tokens whose keys and values were sent instead of recomputed.")
+        self._moved = self._counter("thaw.migration.moved_tokens", "Tokens that requests had generated when they were moved.")
+        self._requests = self._counter("thaw.migration.requests", "Requests by the outcome of their move.")
+        self._ended = self._counter("thaw.migrations", "Migrations by outcome and reason.")
         self._server: WSGIServer | None = None
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        histogram = Histogram(name, text, "seconds", SECONDS)
+        self._registry.register(histogram)
+        return histogram
+
+    def _counter(self, name: str, text: str) -> Counter:
+        counter = Counter(name, text)
+        self._registry.register(counter)
+        return counter
 
     def serve(self, host: str, port: int) -> None:
         """Serve metrics. Raises `OSError` if the port cannot be bound."""
@@ -79,7 +72,6 @@ class Metrics:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
-        self._provider.shutdown()
 
 
 class MigrationSpan:

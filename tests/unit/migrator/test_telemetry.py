@@ -98,3 +98,13 @@ def test_metrics_are_labelled_by_outcome() -> None:
     assert 'thaw_migration_rounds_total{gen_ai_request_model="m",thaw_reason="operator"} 1.0' in text
     assert 'thaw_migrations_total{gen_ai_request_model="m",thaw_outcome="done",thaw_reason="operator"} 1.0' in text
     assert "thaw_migration_duration_seconds_sum" in text
+
+
+def test_migrations_of_each_of_many_models_have_rows() -> None:
+    """OpenTelemetry's instruments keep 2,000 sets of labels."""
+    metrics = Metrics()
+    for number in range(2_100):
+        metrics.record(ended(record(1)).model_copy(update={"model": f"m{number}"}))
+    lines = metrics.render().splitlines()
+    for metric in ("thaw_migration_pause_seconds_count", "thaw_migrations_total"):
+        assert sum(line.startswith(f"{metric}{{") for line in lines) == 2_100

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from services.scheduler.domain.state.volatile import Presence
+from services.scheduler.domain.suspensions import SuspensionStep
 from services.scheduler.metrics import Metrics
 from shared.contracts.loader import DeviceMemory, LinkStatus, LoaderStatus
 from shared.contracts.node import NodeStatus, SwapSpace
@@ -155,3 +156,16 @@ def test_bandwidth_that_is_a_setting_is_labelled(metrics: Metrics) -> None:
     metrics.loaders = lambda: (LoaderStatus(node="n", boot_id="b", links=(paced,)),)
     expected = 'thaw_link_bandwidth_bytes_per_second{thaw_link="device:a",thaw_node="n",thaw_paced="true"} 5.0'
     assert expected in metrics.render().decode()
+
+
+def test_plans_and_suspensions_of_each_of_many_models_have_rows(metrics: Metrics) -> None:
+    """OpenTelemetry's instruments keep 2,000 sets of labels."""
+    names = [f"m{number}" for number in range(2_100)]
+    for name in names:
+        metrics.plan(plan(took_ms=1500.0).model_copy(update={"model": name}))
+        metrics.suspension(SuspensionStep("suspend", "n", name, "cpu", 70.0))
+    lines = metrics.render().decode().splitlines()
+    for metric in ("thaw_plan_took_seconds_count", "thaw_plan_outcomes_total", "thaw_suspend_seconds_count"):
+        rows = [line for line in lines if line.startswith(f"{metric}{{")]
+        assert len(rows) == len(names)
+        assert 'gen_ai_request_model="m2099"' in rows[-1]

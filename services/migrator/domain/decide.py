@@ -32,7 +32,7 @@ from services.migrator.domain.requests import (
 )
 from services.migrator.domain.rounds import UNKNOWN_LINK, Speed
 from services.migrator.domain.turn import GIVEN_UP, SOURCE_GONE, Turn
-from services.migrator.domain.work import Options, Work, is_same_request, moved_of
+from services.migrator.domain.work import Asked, Options, Work, is_same_request, moved_of
 from shared.contracts.base import ErrorBody
 from shared.contracts.migration import (
     BEAT_S,
@@ -51,8 +51,12 @@ AGAIN_S = 0.2
 """Pause before repeating an unanswered question."""
 PATIENCE_S = 2.5
 """Unreachability after which a process counts as gone."""
+SLOW_S = 15.0
+"""Seconds without an answer after which a process counts as gone. Its engine may be computing, or
+starved of CPU time: quick questions are repeated until then.
+"""
 MAX_TRIES = 2
-"""Attempts to ask a process that does not answer in time."""
+"""Attempts to ask a process that does not answer in time; of quick questions there may be more."""
 NOT_NOW = 4
 """Attempts to ask a gateway that cannot move a request yet: it may not know that the destination is
 ready.
@@ -62,6 +66,8 @@ LIST_MS = 2_000
 LATE_S = SLICE_MS / 1e3
 """Age of a round in seconds from which the destination is probed at each beat."""
 _PROBE = "probe:destination"
+_QUICK = ("list", "read", "check")
+"""Questions that an engine answers without computing."""
 
 
 def begin(
@@ -131,13 +137,20 @@ def _handle_refusal(t: Turn, key: str, error: ErrorBody) -> None:
     if asked is None:
         return
     gone = error.code == Unreachable.code and t.now - asked.since < PATIENCE_S and not _expected_gone(t, key)
-    late = error.code == DeadlineExceeded.code and asked.tries < MAX_TRIES
+    late = error.code == DeadlineExceeded.code and _may_still_answer(t, key, asked)
     not_now = error.code == Conflict.code and key.startswith("move:") and asked.tries <= NOT_NOW
     if gone or late or not_now:
         t.postpone(key, t.now + AGAIN_S)
         return
     t.close_question(key)
     _refused_for_good(t, key, error)
+
+
+def _may_still_answer(t: Turn, key: str, asked: Asked) -> bool:
+    """True if a question that was not answered in time is to be repeated."""
+    if asked.tries < MAX_TRIES:  # also after a pause of this process
+        return True
+    return key.partition(":")[0] in _QUICK and t.now - asked.since < SLOW_S
 
 
 def _expected_gone(t: Turn, key: str) -> bool:

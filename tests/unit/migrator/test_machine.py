@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from services.migrator.domain.decide import SLOW_S
 from services.migrator.domain.events import Ask
 from services.migrator.domain.work import Options
 from shared.contracts.base import Message
-from shared.contracts.migration import LEASE_S, MoveRequest, PrepareResume, ReadTokens
+from shared.contracts.migration import LEASE_S, ListRequests, MoveRequest, PrepareResume, ReadTokens
 from shared.errors import PayloadTooLarge
 from tests.unit.migrator.world import PROMPT, Engine, Letter, World
 
@@ -20,6 +21,13 @@ def until(world: World, kind: type) -> Letter:
                 return letter
         world.step()
     raise AssertionError(f"no {kind}")
+
+
+def leave_unanswered(world: World, kind: type) -> None:
+    """Let the deadline of the next such request pass."""
+    letter = until(world, kind)
+    world.pass_time(letter.ask.message.deadline_ms / 1e3)
+    world.lose(letter, done=False)
 
 
 def test_a_request_moves_in_shrinking_rounds() -> None:
@@ -396,3 +404,30 @@ def test_migration_fails_if_the_gateway_of_its_request_is_gone() -> None:
     assert record.state == "failed"
     assert "its gateway is gone" in record.requests[0].reason
     assert world.engines["b"].prepared == {}
+
+
+@pytest.mark.parametrize("kind", [ListRequests, ReadTokens])
+def test_engine_that_does_not_answer_for_seconds_is_asked_again(kind: type) -> None:
+    """It may be computing, or have no CPU time."""
+    world = World()
+    request = world.request()
+    world.migrator()
+    order = world.order(request)
+    for _ in range(4):  # of the lists, each engine's twice
+        leave_unanswered(world, kind)
+    world.settle()
+    assert world.record(order).state == "done"
+    assert request.at == "b"
+
+
+def test_engine_that_stays_silent_counts_as_gone() -> None:
+    world = World()
+    request = world.request()
+    world.migrator()
+    order = world.order(request)
+    began = world.now
+    while not world.record(order).over:
+        leave_unanswered(world, ListRequests)
+    assert world.record(order).state == "failed"
+    assert request.at == "a"
+    assert SLOW_S <= world.now - began <= 2 * SLOW_S

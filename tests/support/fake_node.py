@@ -306,7 +306,7 @@ def _report(i: FakeInstance, suspends: bool) -> InstanceStatus:
         revision=c.card.info.revision,
         device_ids=c.device_ids,
         state=i.state,
-        memory=InstanceMemory(reserved=0 if i.state.parked else c.reserve_bytes, kv=c.kv_bytes),
+        memory=InstanceMemory(reserved=0 if i.state.parked else c.reserve_bytes, kv=i.load.kv_bytes_used),
         suspension=way if suspends else Suspension(reason="it is a fake"),
         freed_bytes=i.freed_bytes,
         capacity=c.card.spec.max_concurrency,

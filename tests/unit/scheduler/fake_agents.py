@@ -41,6 +41,7 @@ class Running:
     left: int = 0
     accepts_requests: bool = False
     private: int = 0
+    kv_used: int = 0
     phases: tuple[PhaseSpan, ...] = ()
     suspension: Suspension = Suspension()
     is_ending: bool = False
@@ -227,7 +228,7 @@ def _status(r: Running, now: float) -> InstanceStatus:
         accepts_requests=r.accepts_requests,
         progress=r.progress,
         memory=InstanceMemory(
-            reserved=r.reserved if r.state.parked or r.is_ending else c.reserve_bytes, kv=c.kv_bytes, private=r.private
+            reserved=r.reserved if r.state.parked or r.is_ending else c.reserve_bytes, kv=r.kv_used, private=r.private
         ),
         suspension=r.suspension,
         freed_bytes=c.reserve_bytes if stopped else None,

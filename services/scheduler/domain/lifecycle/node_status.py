@@ -34,13 +34,14 @@ from services.scheduler.domain.lifecycle.transitions import (
     remove_instance,
     send_stop,
 )
-from services.scheduler.domain.state.entities import Device, Instance, Leaving, Node
+from services.scheduler.domain.state.entities import Device, Instance, Leaving, Model, Node
 from services.scheduler.domain.state.transaction import TOKENS_PER_EPOCH, Transaction
 from services.scheduler.domain.state.volatile import InstanceReport, LoaderPresence, Presence
 from services.scheduler.domain.values import replace
 from shared.contracts.base import ErrorBody
 from shared.contracts.node import RESERVATION, InstanceState, InstanceStatus, NodeStatus
 from shared.errors import EngineFailed, InsufficientMemory, ThawError
+from shared.sizing import need_of
 
 _BEFORE_READY = (InstanceState.PREPARING, InstanceState.LOADING)
 """States in which a start takes the device that its node reports. A resume keeps its devices."""
@@ -208,7 +209,7 @@ def _adopt_or_stop(tx: Transaction, node: str, s: InstanceStatus) -> None:
         device_ids=s.device_ids,
         token=s.token,
         reserve_bytes=s.suspension.need_bytes if s.state.parked else s.memory.reserved,
-        kv_bytes=s.memory.kv,
+        kv_bytes=_find_kv_bytes(model, s),
         requested_at=tx.now,
         planned_at=tx.now,
         state=s.state,
@@ -223,6 +224,13 @@ def _adopt_or_stop(tx: Transaction, node: str, s: InstanceStatus) -> None:
     tx.put(adopted)
     if not wanted and s.state is not InstanceState.DRAINING:
         send_stop(tx, adopted)
+
+
+def _find_kv_bytes(model: Model | None, s: InstanceStatus) -> int:
+    """Return the bytes of an instance's KV cache. Its report has only what is in use of them."""
+    if model is not None and s.generation == model.card.generation:
+        return need_of(model.card).kv
+    return min(max(0, s.memory.kv), s.memory.reserved)
 
 
 def _on_missing(tx: Transaction, i: Instance, status: NodeStatus) -> None:

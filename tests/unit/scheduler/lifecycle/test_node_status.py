@@ -98,6 +98,21 @@ def test_silent_node_is_lost_and_its_instances_readopted(w: World) -> None:
     assert len(agent.instances) == len(w.starts("a")) == 1
 
 
+def test_readopted_instance_is_booked_as_before(w: World) -> None:
+    """Its report has only what is used of its KV cache."""
+    w.node("n1")
+    w.model("a")
+    running = w.up("a")
+    running.kv_used = 7
+    [before] = w.state.instances.values()
+    assert before.kv_bytes > 7
+    w.tick(6, nodes_report=False)
+    assert not w.state.instances
+    w.report()
+    [adopted] = w.state.instances.values()
+    assert (adopted.reserve_bytes, adopted.kv_bytes) == (before.reserve_bytes, before.kv_bytes)
+
+
 def test_lost_node_is_removed_by_command_and_added_again_when_it_reports(w: World) -> None:
     w.node("n1")
     w.node("n2")

@@ -103,26 +103,25 @@ class Migrations:
                 )
                 await asyncio.sleep(_RETRY_S)
 
-    async def call_off(self, migration_id: str, error: ErrorBody) -> None:
-        """Cancel an order that no migrator has claimed, with retries as for `order`."""
+    async def call_off(self, record: MigrationRecord, error: ErrorBody) -> None:
+        """Cancel an order that is still as in `record`, with retries as for `order`."""
         while True:
             try:
-                await self._cancel_unclaimed(migration_id, error)
+                await self._cancel(record, error)
                 return
             except (KeyNotFoundError, KeyWrongLastSequenceError):
-                return  # it is gone, or a migrator has just claimed it
+                return  # it is gone, or a migrator has just written it
             except (NatsError, TimeoutError) as e:
-                log.warning("failed to cancel a migration; retrying", extra={"migration_id": migration_id, "error": repr(e)})
+                log.warning("failed to cancel a migration; retrying", extra={"migration_id": record.migration_id, "error": repr(e)})
                 await asyncio.sleep(_RETRY_S)
 
-    async def _cancel_unclaimed(self, migration_id: str, error: ErrorBody) -> None:
+    async def _cancel(self, record: MigrationRecord, error: ErrorBody) -> None:
         bucket = await self._open()
-        entry = await bucket.get(migration_id)
-        record = MigrationRecord.model_validate_json(entry.value or b"")
-        if record.owner or record.state != "asked":
+        entry = await bucket.get(record.migration_id)
+        if MigrationRecord.model_validate_json(entry.value or b"") != record:
             return
         cancelled = record.model_copy(update={"state": "cancelled", "error": error})
-        await bucket.update(migration_id, cancelled.model_dump_json().encode(), last=entry.revision)
+        await bucket.update(record.migration_id, cancelled.model_dump_json().encode(), last=entry.revision)
 
     async def find_request(self, request_id: str) -> RequestFound | None:
         """Return where the request with that client-side id is; None: no gateway has it."""

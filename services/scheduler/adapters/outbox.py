@@ -160,8 +160,8 @@ class Outbox:
                     self._publish_trace(self._loads.record_ended(effect))
                 case OrderMigration(record):
                     self._lane("migrations", partial(self._migrations.order, record))
-                case CancelMigration(migration_id, error):
-                    self._lane("migrations", partial(self._migrations.call_off, migration_id, error))
+                case CancelMigration(record, error):
+                    self._lane("migrations", partial(self._migrations.call_off, record, error))
                 case PutCatalog(card):
                     catalogued = True
                     self._lane("catalogue", partial(self._put_card, card, refused))

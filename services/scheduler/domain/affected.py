@@ -2,7 +2,7 @@
 
 A full scope covers the whole state. A changed scope covers what the transaction has changed:
 
-- A model is affected by a change of its own entities and of its instances.
+- A model is affected by a change of its own entities, and of its instances and their migrations.
 - An instance is affected by a report and by a change of its node.
 - When a device gains free or reclaimable memory, every unschedulable model is affected.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from services.scheduler.domain.state.changes import Put
 from services.scheduler.domain.state.entities import Entity, Instance, Model, Node, key_of
+from services.scheduler.domain.state.migrations import Migration
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import (
     FailureHistory,
@@ -106,7 +107,7 @@ class ChangedScope:
     def _touch(self, entity: Entity) -> None:
         if type(entity) in _BY_MODEL:
             self._models.add(key_of(entity))
-        elif isinstance(entity, Instance | Waiter):
+        elif isinstance(entity, Instance | Waiter | Migration):
             self._models.add(entity.model)
         elif isinstance(entity, InstanceReport):
             self._models.add(entity.status.model)

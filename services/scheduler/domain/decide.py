@@ -40,7 +40,13 @@ from services.scheduler.domain.lifecycle.groups import on_stage_refused, settle_
 from services.scheduler.domain.lifecycle.node_status import apply_node_status, expire_silent_nodes, stop_stalled_starts
 from services.scheduler.domain.lifecycle.transitions import release_weights
 from services.scheduler.domain.migration.consolidation import consolidate
-from services.scheduler.domain.migration.orders import apply_migration_record, cancel_waiter, drain_node, request_migration
+from services.scheduler.domain.migration.orders import (
+    apply_migration_record,
+    cancel_unattended,
+    cancel_waiter,
+    drain_node,
+    request_migration,
+)
 from services.scheduler.domain.migration.rebalance import rebalance
 from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.prewarm.expectations import send_expectations
@@ -108,6 +114,7 @@ def decide(state: ClusterState, event: Event, now: float, policy: Policy) -> Dec
                 expire_silent_nodes(tx, due)
                 end_lost_pulls(tx, due)
                 stop_stalled_starts(tx)
+            cancel_unattended(tx, event.connected_since)
             adapt_alpha(tx)
             for pause in list(tx.state.cooldowns.values()):
                 if pause.until <= now:

@@ -153,9 +153,9 @@ class OrderMigration:
 
 @value(frozen=True, slots=True)
 class CancelMigration:
-    """Cancel a migration order that no migrator has claimed."""
+    """Cancel a migration order that no migrator works on, if it is still as in `record`."""
 
-    migration_id: str
+    record: MigrationRecord
     error: ErrorBody
 
 

@@ -33,7 +33,7 @@ def stop_reason(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
         return "drain", "its model was removed"
     ready = i.state is InstanceState.READY
     idle = tx.idle_since(i.instance_id)
-    may_ask = ready and idle is not None and not tx.is_cooling_down(i.instance_id)
+    may_ask = ready and idle is not None and _is_reported(tx, i) and not tx.is_cooling_down(i.instance_id)
     if i.generation != model.card.generation:
         if not ready:
             return "drain", "its model was changed"
@@ -53,6 +53,8 @@ def stop_reason(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
         if _is_surplus_destination(tx, i, model):
             return "drain", "the migration that it was started for has ended"
         return ("drain", "no request waits for it") if _is_unwanted(tx, i, model) else None
+    if may_ask and _is_surplus_destination(tx, i, model) and not _may_be_wanted(tx, model):
+        return "if_idle", "the migration that it was started for has ended"
     if model.sleep_requested and i.trigger != TRIGGER and not tx.state.waiting_count(model.key):
         return prefer_suspend(tx, i, "drain"), "its model was put to sleep"
     if may_ask and idle is not None and _idle_too_long(tx, i, model, idle):
@@ -80,9 +82,9 @@ def _parks(tx: Transaction, i: Instance) -> tuple[Leaving, str] | None:
 
 
 def _is_surplus_destination(tx: Transaction, i: Instance, model: Model) -> bool:
-    """True for a start that was to be a destination, if the model has enough instances without it.
+    """True for an instance that was to be a destination, if the model has enough without it.
 
-    No migration has it as its destination: it ended, or its leader ended before it was ordered.
+    No migration has it as its destination: that ended, or its leader ended before it was ordered.
     Instances on drained nodes do not count, as they leave.
     """
     if i.trigger != MIGRATE:
@@ -91,11 +93,22 @@ def _is_surplus_destination(tx: Transaction, i: Instance, model: Model) -> bool:
     return sum(tx.state.find_drained_node(x) is None for x in lasting) > model.card.spec.replicas.max
 
 
+def _is_reported(tx: Transaction, i: Instance) -> bool:
+    """True if its node has reported lately: an instance whose reports are old may serve again."""
+    presence = tx.state.presence.get(i.node)
+    return presence is not None and tx.now - presence.last_message_at <= tx.policy.node_lost_after_s
+
+
+def _may_be_wanted(tx: Transaction, model: Model) -> bool:
+    """True if requests wait for the model, or a new leader may not have read them yet."""
+    return tx.state.waiting_count(model.key) > 0 or tx.now - tx.state.recovered_at < tx.policy.demand_grace_s
+
+
 def _is_unwanted(tx: Transaction, i: Instance, model: Model) -> bool:
     """True for a start without demand; gateways first get time to repeat theirs to a new leader."""
     if model.card.spec.park and len(tx.state.live_instances(model)) == 1:
         return False  # it is to be parked anyway
-    if tx.state.waiting_count(model.key) or tx.now - tx.state.recovered_at < tx.policy.demand_grace_s:
+    if _may_be_wanted(tx, model):
         return False
     report = tx.state.reports.get(i.instance_id)
     if report is not None and (report.status.load.active or report.status.load.waiting):

@@ -30,15 +30,16 @@ from services.scheduler.domain.state.volatile import ConsolidationFailures, Cool
 from services.scheduler.domain.values import replace
 from shared.contracts.admin import MigrationsViewed
 from shared.contracts.base import ErrorBody
-from shared.contracts.migration import MigrationRecord
+from shared.contracts.migration import LEASE_S, MigrationRecord
 from shared.contracts.node import InstanceState
 from shared.errors import Conflict, InsufficientMemory, InvalidRequest, NotFound, ThawError, Unavailable, UnsupportedParameter
 
 ALWAYS_STOPS_SOURCE = ("drain", "placement")
 """Reasons for which the source stops, whatever becomes of the migration."""
 UNCLAIMED_S = 10.0
-"""An order that no migrator has claimed by then is cancelled."""
+"""An order that no migrator has claimed by then, or works on, is cancelled."""
 NO_MIGRATOR = "no migrator claims the order. Start one: python -m services.migrator"
+OWNER_GONE = "its migrator has ended, and no other migrator continues it. Start one: python -m services.migrator"
 SHARE_S = 1.0
 """After a share of a group's requests has moved, the next one waits for this long."""
 RETRY_S = 5.0
@@ -150,6 +151,8 @@ def _cooldown_key(instance_id: str) -> str:
 
 def apply_migration_record(tx: Transaction, record: MigrationRecord) -> None:
     """Step 4: a migrator, or the previous leader, has written the record."""
+    if record.owner and record.state != "cancelled":
+        _attend_unclaimed(tx)
     move = tx.state.migrations.get(record.migration_id)
     if move is None:
         if not record.over:
@@ -158,7 +161,8 @@ def apply_migration_record(tx: Transaction, record: MigrationRecord) -> None:
             stop_instance(tx, source, "drain", f"moved to {record.instance_id}")
         return
     if not record.over:
-        tx.put(replace(move, record=record))
+        if record != move.record:
+            tx.put(replace(move, record=record, attended_at=tx.now, waiting_reason=""))
         return
     tx.drop(Migration, move.migration_id)
     learn_migration_times(tx, record)
@@ -174,6 +178,13 @@ def apply_migration_record(tx: Transaction, record: MigrationRecord) -> None:
             tx.put(Cooldown(_cooldown_key(record.source_instance), tx.now + SHARE_S))
     if source is not None and _is_source_empty(record):
         stop_instance(tx, source, "drain", f"moved to {record.instance_id}")
+
+
+def _attend_unclaimed(tx: Transaction) -> None:
+    """Let unclaimed orders wait: a migrator is busy, and claims them one after the other."""
+    for move in list(tx.state.migrations.values()):
+        if move.record is not None and not move.record.owner:
+            tx.put(replace(move, attended_at=tx.now))
 
 
 def _is_source_empty(record: MigrationRecord) -> bool:
@@ -192,6 +203,7 @@ def _migration_of(tx: Transaction, record: MigrationRecord) -> Migration:
         destination=record.instance_id,
         plan_id=record.plan_id,
         record=record,
+        attended_at=tx.now,
     )
 
 
@@ -202,14 +214,30 @@ def advance_migrations(tx: Transaction) -> None:
     for move in sorted(tx.state.migrations.values(), key=lambda m: m.since):
         if move.record is None:
             _advance(tx, move)
-        elif (
-            move.record.state == "asked"
-            and not move.record.owner
-            and tx.now - move.record.created > UNCLAIMED_S
-            and not move.waiting_reason
-        ):
-            tx.put(replace(move, waiting_reason=NO_MIGRATOR))
-            tx.emit(CancelMigration(move.migration_id, Unavailable(NO_MIGRATOR, should_retry=True).body()))
+
+
+def cancel_unattended(tx: Transaction, connected_since: float | None) -> None:
+    """Cancel the orders that no migrator works on.
+
+    Their requesters would wait for an hour, and the memory of their destinations would be kept.
+
+    1. No migrator has claimed the order, or its owner has given it back, and none was busy with
+       another order meanwhile.
+    2. Its owner has sent no sign of life, and no other migrator has taken its place.
+
+    Args:
+        tx: The decision's transaction.
+        connected_since: As in `Tick`: signs of life are lost with the connection.
+    """
+    if connected_since is None:
+        return
+    for move in list(tx.state.migrations.values()):
+        if move.record is None or move.waiting_reason:
+            continue
+        limit_s, reason = (UNCLAIMED_S + LEASE_S, OWNER_GONE) if move.record.owner else (UNCLAIMED_S, NO_MIGRATOR)
+        if tx.now - max(move.attended_at, connected_since) > limit_s:
+            tx.put(replace(move, waiting_reason=reason))
+            tx.emit(CancelMigration(move.record, Unavailable(reason, should_retry=True).body()))
 
 
 def _advance(tx: Transaction, move: Migration) -> None:
@@ -366,7 +394,7 @@ def _order(tx: Transaction, move: Migration, source: Instance, destination: Inst
         ms_per_token=known.per_token.value * 1e3 if known else None,
         ms_fixed=known.fixed.value * 1e3 if known else None,
     )
-    tx.put(replace(move, record=record))
+    tx.put(replace(move, record=record, attended_at=tx.now, waiting_reason=""))
     tx.emit(OrderMigration(record))
     if move.reason in ALWAYS_STOPS_SOURCE:
         stop_instance(tx, source, "drain", f"moving to {destination.instance_id}")

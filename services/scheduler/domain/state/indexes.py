@@ -10,7 +10,7 @@ from services.scheduler.domain.policies.port import Keep
 from services.scheduler.domain.state.accounting import compute_booking, is_drained, rounded_speed
 from services.scheduler.domain.state.booking import device_key
 from services.scheduler.domain.state.cluster import ClusterState
-from services.scheduler.domain.state.entities import Entity, Instance, Model, Node
+from services.scheduler.domain.state.entities import MIGRATE, Entity, Instance, Model, Node
 from services.scheduler.domain.state.full_workers import FullWorker
 from services.scheduler.domain.state.measurements import ANYWHERE, Estimate
 from services.scheduler.domain.state.volatile import Fetch, InstanceReport, LaterStage, LoaderPresence, Presence, expectation_group
@@ -101,10 +101,18 @@ def _find_due_at(state: ClusterState, i: Instance) -> float | None:
         return None
     if i.state is not InstanceState.READY or i.trigger == "park":
         return _AT_ONCE
+    if _may_be_surplus(state, i, model, report):
+        return _AT_ONCE
     spec = model.card.spec
     if report.idle_since is None or spec.pin or (kept := state.keep_alive_s(i, model)) < 0:
         return None
     return max(report.idle_since, i.ready_at or report.idle_since) + kept
+
+
+def _may_be_surplus(state: ClusterState, i: Instance, model: Model, report: InstanceReport) -> bool:
+    """True for an idle destination of a migration, of a model beyond `replicas.max`."""
+    is_idle = i.trigger == MIGRATE and report.idle_since is not None
+    return is_idle and len(state.live_instances(model)) > model.card.spec.replicas.max
 
 
 def _offers(presence: Presence | None) -> tuple[object, ...]:

@@ -23,7 +23,9 @@ class Migration:
         node: The requested destination; empty: any. Likewise `device`.
         destination: The instance that was found or started for it.
         record: The order as last reported.
-        waiting_reason: The reason why the order waits.
+        waiting_reason: The reason why the order waits, or is being cancelled.
+        attended_at: Time at which `record` last changed, on this leader's clock. Of an unclaimed
+            order: or at which a migrator was last known to be busy with another one.
     """
 
     migration_id: str
@@ -40,6 +42,7 @@ class Migration:
     plan_id: str | None = None
     record: MigrationRecord | None = None
     waiting_reason: str = ""
+    attended_at: float = 0.0
 
     @property
     def key(self) -> str:

@@ -76,5 +76,18 @@ async def test_cancellation_is_repeated_until_the_bucket_answers(monkeypatch: py
 
     monkeypatch.setattr(migrations, "migrations_bucket", opened)
     mesh = cast(Mesh, SimpleNamespace(nc=SimpleNamespace(jetstream=lambda timeout: None), replicas=1))
-    await Migrations(mesh, lambda _: None).call_off("m-1", Unavailable("no migrator").body())
+    await Migrations(mesh, lambda _: None).call_off(bucket.stored, Unavailable("no migrator").body())
     assert bucket.stored.state == "cancelled"
+
+
+async def test_order_that_a_migrator_has_changed_is_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = UnansweringBucket()
+    judged, bucket.stored = bucket.stored, bucket.stored.model_copy(update={"owner": "m"})
+
+    async def opened(*_: Any, **__: Any) -> UnansweringBucket:
+        return bucket
+
+    monkeypatch.setattr(migrations, "migrations_bucket", opened)
+    mesh = cast(Mesh, SimpleNamespace(nc=SimpleNamespace(jetstream=lambda timeout: None), replicas=1))
+    await Migrations(mesh, lambda _: None).call_off(judged, Unavailable("no migrator").body())
+    assert (bucket.stored.state, bucket.stored.owner) == ("asked", "m")

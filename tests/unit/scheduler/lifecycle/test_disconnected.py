@@ -93,3 +93,19 @@ def test_a_pull_outlives_a_lost_connection() -> None:
     assert waiter in w.state.waiters
     report(w, disk=(REVISION,))
     assert isinstance(w.answer(waiter), ModelPulled)
+
+
+def test_keep_alive_does_not_end_by_a_report_from_before_the_connection_was_lost(w: World) -> None:
+    """The instance may have served since: its gateways need no scheduler for that."""
+    w.node()
+    w.model("a", keep_alive=30.0)
+    running = w.up("a")
+    w.tick(60, nodes_report=False, connected_since=None)
+    back_at = w.now
+    w.tick(0.1, nodes_report=False, connected_since=back_at)
+    assert not w.sent(SendStop)
+    running.completed, running.idle_since = running.completed + 1, w.now - 1
+    w.tick(1, connected_since=back_at)
+    assert not w.sent(SendStop)
+    w.tick(28.1, connected_since=back_at)
+    assert [s.command.instance_id for s in w.sent(SendStop)] == [running.command.instance_id]

@@ -1,4 +1,4 @@
-"""Starts of destinations whose migration ends before it is ordered."""
+"""Destinations whose migration fails, or ends before it is ordered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.domain.events import MigrationRequested, WaiterCancelled
+from services.scheduler.domain.events import MigrationRequested, MigrationUpdated, WaiterCancelled
 from shared.contracts.node import InstanceState
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.fake_agents import Running
@@ -105,3 +105,76 @@ def test_destination_of_a_migration_that_its_operator_gives_up_stops(world: Worl
     world.demand("a", 1, in_flight=2)
     world.tick(0.25)
     assert live(world) == ["n1"]
+
+
+def ready_destination(world: World) -> Running:
+    """Let an operator's migration be ordered; return its destination, which is ready."""
+    source = request(world)
+    world.get_ready("a")
+    (destination,) = [r for r in world.of("a", READY) if r.command.instance_id != source]
+    return destination
+
+
+def end(world: World, state: str) -> None:
+    """Let the ordered migration end."""
+    (move,) = world.state.migrations.values()
+    assert move.record is not None
+    world.send(MigrationUpdated(world.now, move.record.model_copy(update={"state": state})))
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_ready_destination_beyond_replicas_max_stops_once_its_migration_failed(world: World, *, is_pinned: bool) -> None:
+    """Its keep-alive, which may be unlimited, would keep the memory from other models."""
+    (model,) = world.state.models.values()
+    spec = model.card.spec.model_copy(update={"pin": is_pinned})
+    world.state.models["a"] = replace(model, card=model.card.model_copy(update={"spec": spec}))
+    ready_destination(world)
+    end(world, "failed")
+    assert live(world) == ["n1"]
+
+
+def test_surplus_destination_that_serves_stops_when_it_is_idle(world: World) -> None:
+    destination = ready_destination(world)
+    destination.active = 1
+    world.report()
+    end(world, "failed")
+    world.tick(0.25)
+    assert live(world) == ["n1", "n2"]
+    destination.active = 0
+    world.report()
+    assert live(world) == ["n1"]
+
+
+def test_surplus_destination_stays_while_requests_wait(world: World) -> None:
+    ready_destination(world)
+    world.demand("a", 1)
+    end(world, "failed")
+    assert live(world) == ["n1", "n2"]
+    world.demand("a", 0, in_flight=2)
+    world.tick(0.25)
+    assert live(world) == ["n1"]
+
+
+def test_new_leader_stops_a_surplus_destination_once_it_knows_the_ordered_migrations(world: World) -> None:
+    ready_destination(world)
+    ordered = dict(world.state.migrations)
+    for is_known in (True, False):
+        world.state.migrations.clear()
+        if is_known:
+            world.state.migrations.update(ordered)
+        world.change_leader()
+        world.report()
+        world.tick(world.policy.demand_grace_s - 0.1)
+        assert live(world) == ["n1", "n2"]
+        world.tick(1.0)
+        assert live(world) == (["n1", "n2"] if is_known else ["n1"])
+
+
+def test_ready_destination_that_replicas_max_allows_stays(world: World) -> None:
+    (model,) = world.state.models.values()
+    spec = model.card.spec.model_copy(update={"replicas": model.card.spec.replicas.model_copy(update={"max": 2})})
+    world.state.models["a"] = replace(model, card=model.card.model_copy(update={"spec": spec}))
+    ready_destination(world)
+    end(world, "failed")
+    world.tick(1.0)
+    assert live(world) == ["n1", "n2"]

@@ -115,6 +115,10 @@ def parse(card: ModelCard, tensors: Mapping[str, torch.Tensor], model: PreTraine
                 f"{card.name} does not fit {module} of its base: lora_A must be [{rank}, {inputs}] and lora_B [{outputs}, {rank}], and they "
                 f"are {list(a.shape) if a is not None else 'missing'} and {list(b.shape) if b is not None else 'missing'}"
             )
+        if a.dtype != b.dtype:  # the steps that compute it would fail, with the requests of others
+            raise CheckpointInvalid(
+                f"{card.name} has lora_A of {module} as {a.dtype} and lora_B as {b.dtype}. Save the adapter in one type"
+            )
         pairs[module] = LowRankPair(a.to(device), b.to(device), info.scale_of(module))
     return LoraAdapter(card.name, pairs)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.runner import Row
@@ -134,6 +135,22 @@ def test_weights_are_not_copied(tmp_path: Path, demo_directory: Path, attachment
         files = max(pointers) - min(pointers)
         assert 0 < files < 1 << 20, "one mapping holds them all"
         assert {p.a.dtype for p in adapter.pairs.values()} == {torch.float32}
+    finally:
+        loaded.close()
+
+
+def test_adapter_whose_halves_have_different_types_is_refused(
+    tmp_path: Path, demo_directory: Path, attachments: Attachments
+) -> None:
+    """It would fail each step that computes it, with the requests of others."""
+    base = save("llama", tmp_path / "m", demo_directory, torch.float32)
+    file = write_adapter(tmp_path / "a", base) / "adapter_model.safetensors"
+    halves = {name: t.bfloat16() if ".lora_B." in name else t for name, t in load_file(file).items()}
+    save_file(halves, file, {"format": "pt"})
+    loaded = LoadedModel(base, "float32")
+    try:
+        with pytest.raises(CheckpointInvalid, match="Save the adapter in one type"):
+            attachments.bind(loaded, file.parent)
     finally:
         loaded.close()
 

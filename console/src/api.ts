@@ -13,6 +13,9 @@ export interface Session {
   jaeger?: string;
 }
 
+/** Dispatched on the window when the gateway refuses the session's key: it was revoked, or the session has ended. */
+export const REFUSED = "thaw-refused";
+
 export class ApiError extends Error {
   constructor(
     message: string,
@@ -30,8 +33,9 @@ async function decode(response: Response): Promise<any> {
   } catch {
     throw new ApiError(`The gateway answered with status ${response.status}.`, response.status);
   }
-  if (!response.ok) throw new ApiError(body?.error?.message ?? `Status ${response.status}`, response.status);
-  return body;
+  if (response.ok) return body;
+  if (response.status === 401) window.dispatchEvent(new Event(REFUSED));
+  throw new ApiError(body?.error?.message ?? `Status ${response.status}`, response.status);
 }
 
 export async function get(path: string): Promise<any> {

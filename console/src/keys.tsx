@@ -52,6 +52,7 @@ export function KeysPage({ mayChange }: { mayChange: boolean }) {
       const needed = found.required || found.configured > 0 || found.keys.some((k) => k.scope === "inference");
       setNote(`${settings}${needed ? "Inference needs a key." : "Inference needs a key as soon as an inference key exists."}`);
       if (mayChange) setLog((await admin("key-log?limit=50")).entries);
+      setFailure("");
     } catch (error) {
       setFailure(error instanceof Error ? error.message : String(error));
     }

@@ -2,7 +2,7 @@
 
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { post, session, type Session } from "./api";
+import { post, REFUSED, session, type Session } from "./api";
 import { ClusterPage } from "./cluster";
 import { DoctorPage } from "./doctor";
 import { KeysPage } from "./keys";
@@ -62,7 +62,12 @@ function App() {
         window.setTimeout(refresh, 2000);
       },
     );
-  useEffect(() => void refresh(), []);
+  useEffect(() => {
+    // Pages without a live view learn of the end of their session by a refused request.
+    window.addEventListener(REFUSED, refresh);
+    void refresh();
+    return () => window.removeEventListener(REFUSED, refresh);
+  }, []);
   if (!rights) return <main>{failure ? <Alert text={failure} /> : <p>Connecting …</p>}</main>;
   // Inference without any key may be open although the admin API is not: the login comes first then.
   if (!rights.view && !rights.key) return <LoginPage done={refresh} />;
@@ -107,9 +112,14 @@ function Shell({ rights, changed }: { rights: Session; changed: () => void }) {
   useEffect(() => {
     document.title = `Thaw: ${PAGES.find(([name]) => name === page)?.[1] ?? "placement"}`;
   }, [page]);
+  const [failure, setFailure] = useState("");
   const logout = async () => {
-    await post("/logout");
-    changed();
+    try {
+      await post("/logout");
+      changed();
+    } catch (error) {
+      setFailure(`You are still logged in. ${error instanceof Error ? error.message : String(error)}`);
+    }
   };
   return (
     <>
@@ -124,6 +134,7 @@ function Shell({ rights, changed }: { rights: Session; changed: () => void }) {
         {rights.key && <button type="button" onClick={logout}>Log out</button>}
       </header>
       <main id="main" tabIndex={-1}>
+        <Alert text={failure} />
         {page === "cluster" && <WithLive topics="cluster" expired={changed} show={(live) => <ClusterPage live={live} mayChange={rights.change} />} />}
         {page === "models" && <WithLive topics="cluster,requests" expired={changed} show={(live) => <ModelsPage live={live} mayChange={rights.change} name={route[1]} />} />}
         {page === "requests" && (route[1] ? <RequestPage id={route[1]} jaeger={rights.jaeger} /> : <WithLive topics="requests" expired={changed} show={(live) => <RequestsPage live={live} />} />)}

@@ -70,6 +70,8 @@ const MEANINGS: Record<string, string> = {
 
 const SPANS: [label: string, hours: number][] = [["24 hours", 24], ["7 days", 168], ["30 days", 720]];
 const HOUR_S = 3600;
+/** Budgets of a day or a month begin again while the page is open. */
+const REFRESH_MS = 60_000;
 
 function gibHours(byteSeconds: number): string {
   return (byteSeconds / 2 ** 30 / HOUR_S).toFixed(2);
@@ -96,9 +98,15 @@ export function UsagePage() {
       setByHour(series.rows);
       setFailure("");
     };
-    load().catch((error: Error) => current && setFailure(error.message));
+    const refresh = () => void load().catch((error: Error) => current && setFailure(error.message));
+    // What the page shows of another time is not of this one.
+    setRows(null);
+    setByHour([]);
+    refresh();
+    const timer = window.setInterval(refresh, REFRESH_MS);
     return () => {
       current = false;
+      window.clearInterval(timer);
     };
   }, [hours]);
 
@@ -124,7 +132,7 @@ export function UsagePage() {
           {SPANS.map(([label, value]) => <option key={value} value={value}>{label}</option>)}
         </select>
       </label>
-      {currency !== null && (
+      {rows && currency !== null && (
         <p>Cost at the present prices: <b>{money(total, currency)}</b>{note && ", of the rows below"}</p>
       )}
       {rows && currency === null && <p class="quiet">No prices are configured, so nothing has a cost: <code>prices:</code> in thaw.yaml.</p>}

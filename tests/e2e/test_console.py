@@ -390,6 +390,27 @@ def test_read_only_keys_may_not_ask_models_and_leave_inference_open(browser: Bro
         admin.delete("/keys/reader").raise_for_status()
 
 
+def test_login_follows_a_key_that_is_revoked_while_a_page_without_a_live_view_is_open(
+    browser: Browser, mesh: Thaw, admin: httpx.Client
+) -> None:
+    key = "sk-thaw-leaver"
+    admin.post("/keys", json={"name": "leaver", "scope": "read-only", "sha256": hash_key(key)}).raise_for_status()
+    with opened(browser) as (page, _):
+        log_in(page, mesh.url, key)
+        page.get_by_role("link", name="Doctor").click()
+        page.get_by_role("heading", name="Doctor").wait_for()
+        admin.delete("/keys/leaver").raise_for_status()
+        page.get_by_role("link", name="Usage").click()
+        page.get_by_label("API key").wait_for()
+
+
+def test_logout_that_fails_is_shown(page: Page) -> None:
+    page.route("**/ui/logout", lambda route: route.abort())
+    page.get_by_role("button", name="Log out").click()
+    expect(page.get_by_role("alert").first).to_contain_text("You are still logged in.")
+    page.unroute("**/ui/logout")
+
+
 def test_pages_have_no_serious_finding_in_dark_and_work_by_keyboard(browser: Browser, mesh: Thaw) -> None:
     with opened(browser, dark=True) as (page, faults):
         page.goto(f"{mesh.url}/ui")

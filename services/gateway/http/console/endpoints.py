@@ -109,7 +109,7 @@ class Console:
             "view": viewer is not None,
             "change": viewer is not None and viewer.scope == "admin",
             "inference": self._caller("POST", _INFERENCE) is not None,
-            "key": bool(key_hash := session_key_hash.get()) and self._gateway.authorizer.find_caller(key_hash) is not None,
+            "key": self._gateway.authorizer.find_caller(session_key_hash.get() or "") is not None,
             "guarded": self._gateway.authorizer.guards_admin,
         }
         if viewer is not None and (jaeger := self._gateway.settings.jaeger_url):

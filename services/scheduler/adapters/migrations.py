@@ -104,16 +104,16 @@ class Migrations:
                 await asyncio.sleep(_RETRY_S)
 
     async def call_off(self, record: MigrationRecord, error: ErrorBody) -> None:
-        """Cancel an order that is still as in `record`, with retries as for `order`."""
-        while True:
-            try:
-                await self._cancel(record, error)
-                return
-            except (KeyNotFoundError, KeyWrongLastSequenceError):
-                return  # it is gone, or a migrator has just written it
-            except (NatsError, TimeoutError) as e:
-                log.warning("failed to cancel a migration; retrying", extra={"migration_id": record.migration_id, "error": repr(e)})
-                await asyncio.sleep(_RETRY_S)
+        """Cancel an order that is still as in `record`.
+
+        Without retries: when the bucket answers again, the order's owner writes its record first.
+        """
+        try:
+            await self._cancel(record, error)
+        except (KeyNotFoundError, KeyWrongLastSequenceError):
+            pass  # it is gone, not written yet, or a migrator has just written it
+        except (NatsError, TimeoutError) as e:
+            log.warning("failed to cancel a migration", extra={"migration_id": record.migration_id, "error": repr(e)})
 
     async def _cancel(self, record: MigrationRecord, error: ErrorBody) -> None:
         bucket = await self._open()

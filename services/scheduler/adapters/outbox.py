@@ -161,7 +161,8 @@ class Outbox:
                 case OrderMigration(record):
                     self._lane("migrations", partial(self._migrations.order, record))
                 case CancelMigration(record, error):
-                    self._lane("migrations", partial(self._migrations.call_off, record, error))
+                    # A lane of its own: behind orders it would wait until the bucket answers again.
+                    self._lane(f"cancel {record.migration_id}", partial(self._migrations.call_off, record, error))
                 case PutCatalog(card):
                     catalogued = True
                     self._lane("catalogue", partial(self._put_card, card, refused))

@@ -153,7 +153,10 @@ class OrderMigration:
 
 @value(frozen=True, slots=True)
 class CancelMigration:
-    """Cancel a migration order that no migrator works on, if it is still as in `record`."""
+    """Cancel a migration order that no migrator works on, if it is still as in `record`.
+
+    Without effect if the bucket does not answer: owners could then not renew their leases either.
+    """
 
     record: MigrationRecord
     error: ErrorBody

@@ -85,9 +85,10 @@ def _is_surplus_destination(tx: Transaction, i: Instance, model: Model) -> bool:
     """True for an instance that was to be a destination, if the model has enough without it.
 
     No migration has it as its destination: that ended, or its leader ended before it was ordered.
+    Nor is it the source of a later one, whose destination takes its place once that is done.
     Instances on drained nodes do not count, as they leave.
     """
-    if i.trigger != MIGRATE:
+    if i.trigger != MIGRATE or any(m.source == i.instance_id for m in tx.state.migrations.values()):
         return False
     lasting = list_lasting(tx, model, tx.state.live_instances(model))
     return sum(tx.state.find_drained_node(x) is None for x in lasting) > model.card.spec.replicas.max

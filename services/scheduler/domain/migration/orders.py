@@ -152,7 +152,7 @@ def _cooldown_key(instance_id: str) -> str:
 def apply_migration_record(tx: Transaction, record: MigrationRecord) -> None:
     """Step 4: a migrator, or the previous leader, has written the record."""
     if record.owner and record.state != "cancelled":
-        _attend_unclaimed(tx)
+        _attend_others(tx, record)
     move = tx.state.migrations.get(record.migration_id)
     if move is None:
         if not record.over:
@@ -180,10 +180,14 @@ def apply_migration_record(tx: Transaction, record: MigrationRecord) -> None:
         stop_instance(tx, source, "drain", f"moved to {record.instance_id}")
 
 
-def _attend_unclaimed(tx: Transaction) -> None:
-    """Let unclaimed orders wait: a migrator is busy, and claims them one after the other."""
+def _attend_others(tx: Transaction, record: MigrationRecord) -> None:
+    """Let the other orders wait: the owner of `record` is busy with it, and claims one at a time.
+
+    Those that have an owner are renewed too: it may have ended, and then the busy migrator
+    continues them later.
+    """
     for move in list(tx.state.migrations.values()):
-        if move.record is not None and not move.record.owner:
+        if move.record is not None and move.migration_id != record.migration_id:
             tx.put(replace(move, attended_at=tx.now))
 
 
@@ -223,7 +227,10 @@ def cancel_unattended(tx: Transaction, connected_since: float | None) -> None:
 
     1. No migrator has claimed the order, or its owner has given it back, and none was busy with
        another order meanwhile.
-    2. Its owner has sent no sign of life, and no other migrator has taken its place.
+    2. Its owner has sent no sign of life, no other migrator has taken its place, and none was busy
+       with another order meanwhile.
+
+    An order that is unchanged after the same time is cancelled again: the bucket did not answer.
 
     Args:
         tx: The decision's transaction.
@@ -232,11 +239,11 @@ def cancel_unattended(tx: Transaction, connected_since: float | None) -> None:
     if connected_since is None:
         return
     for move in list(tx.state.migrations.values()):
-        if move.record is None or move.waiting_reason:
+        if move.record is None:
             continue
         limit_s, reason = (UNCLAIMED_S + LEASE_S, OWNER_GONE) if move.record.owner else (UNCLAIMED_S, NO_MIGRATOR)
         if tx.now - max(move.attended_at, connected_since) > limit_s:
-            tx.put(replace(move, waiting_reason=reason))
+            tx.put(replace(move, waiting_reason=reason, attended_at=tx.now))
             tx.emit(CancelMigration(move.record, Unavailable(reason, should_retry=True).body()))
 
 

@@ -24,8 +24,9 @@ class Migration:
         destination: The instance that was found or started for it.
         record: The order as last reported.
         waiting_reason: The reason why the order waits, or is being cancelled.
-        attended_at: Time at which `record` last changed, on this leader's clock. Of an unclaimed
-            order: or at which a migrator was last known to be busy with another one.
+        attended_at: Time on this leader's clock at which `record` last changed, a migrator was last
+            known to be busy with another order, or this order's cancellation was last sent: the
+            latest of them.
     """
 
     migration_id: str

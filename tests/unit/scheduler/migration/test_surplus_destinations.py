@@ -178,3 +178,25 @@ def test_ready_destination_that_replicas_max_allows_stays(world: World) -> None:
     end(world, "failed")
     world.tick(1.0)
     assert live(world) == ["n1", "n2"]
+
+
+def test_destination_that_is_migrated_in_turn_serves_until_that_is_done(world: World) -> None:
+    """Its start was for an earlier migration, and two instances are live beyond `replicas.max`."""
+    moved = ready_destination(world)
+    end(world, "done")
+    for running in world.of("a"):
+        running.active = 0
+    world.finish_stops()
+    assert live(world) == ["n2"]
+    stops = world.stops("a")
+    world.send(MigrationRequested(world.now, "operator", moved.command.instance_id, node="n1"))
+    for _ in range(8):
+        world.tick(0.25)
+    assert sorted(live(world)) == ["n1", "n2"]
+    world.get_ready("a")
+    world.tick(0.25)
+    (move,) = world.state.migrations.values()
+    assert move.is_ordered
+    assert world.stops("a") == stops
+    end(world, "done")
+    assert live(world) == ["n1"]

@@ -44,8 +44,8 @@ def update(world: World, record: MigrationRecord, **fields: Any) -> MigrationRec
     return changed
 
 
-def claim(world: World, record: MigrationRecord) -> MigrationRecord:
-    return update(world, record, owner="m", state="preparing", beats=1)
+def claim(world: World, record: MigrationRecord, owner: str = "m") -> MigrationRecord:
+    return update(world, record, owner=owner, state="preparing", beats=1)
 
 
 def cancelled(world: World) -> list[MigrationRecord]:
@@ -113,6 +113,36 @@ def test_order_waits_while_a_migrator_is_busy_with_another_one(world: World) -> 
     assert not cancelled(world)
     world.tick(0.1)
     assert cancelled(world) == [waiting]
+
+
+@pytest.mark.parametrize("owner", ["killed", "busy"])
+def test_order_of_a_silent_owner_waits_while_a_migrator_is_busy(world: World, owner: str) -> None:
+    """The busy migrator continues it later, also if it once claimed it itself and lost it."""
+    silent, busy = claim(world, order(world, "a"), owner), claim(world, order(world, "b"), "busy")
+    for beat in range(2, 4 * int(UNCLAIMED_S)):
+        world.tick(BEAT_S)
+        busy = update(world, busy, beats=beat)
+    update(world, busy, state="done")
+    world.tick(UNCLAIMED_S + LEASE_S)
+    assert not cancelled(world)
+    world.tick(0.1)
+    assert cancelled(world) == [silent]
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_cancellation_is_sent_again_while_the_order_is_unchanged(world: World, *, is_claimed: bool) -> None:
+    """A bucket that does not answer drops it: else the source could not be moved for an hour."""
+    record, limit_s = order(world), UNCLAIMED_S
+    if is_claimed:
+        record, limit_s = claim(world, record), UNCLAIMED_S + LEASE_S
+    world.tick(limit_s + 0.1)
+    world.tick(limit_s)
+    assert cancelled(world) == [record]
+    world.tick(0.1)
+    assert cancelled(world) == [record, record]
+    claim(world, record, "other")
+    world.tick(UNCLAIMED_S + LEASE_S)
+    assert cancelled(world) == [record, record]
 
 
 @pytest.mark.parametrize("is_claimed", [False, True])

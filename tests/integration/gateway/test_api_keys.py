@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.js.errors import NoKeysError
 
+from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, IdempotencyStore
 from services.gateway.authorization import hash_key
 from shared.contracts import subjects
 from tests.integration.gateway.api_keys import ADMIN, add_key
@@ -226,3 +228,24 @@ async def test_request_whose_key_is_revoked_while_it_is_received_is_refused(guar
     writer.close()
     assert answer.startswith(b"HTTP/1.1 401"), answer
     assert engine.requests == []
+
+
+async def test_claim_of_an_api_key_that_is_revoked_meanwhile_is_deleted(
+    guarded: Served, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await node.engine("alpha")
+    await add_key(guarded, "alice", "sk-alice")
+    claim_or_get = IdempotencyStore.claim_or_get
+
+    async def revoking(self: IdempotencyStore, key: str, new_entry: Entry) -> Claim | ExistingKey:
+        place = await claim_or_get(self, key, new_entry)
+        assert (await guarded.http.delete("/admin/v1/keys/alice", headers=ADMIN)).status_code == 200
+        return place
+
+    monkeypatch.setattr(IdempotencyStore, "claim_or_get", revoking)
+    headers = {"authorization": "Bearer sk-alice", "idempotency-key": "k-1"}
+    assert (await guarded.http.post("/v1/chat/completions", json=chat(), headers=headers)).status_code == 401
+    assert engine.requests == []
+    bucket = await node.mesh.nc.jetstream().key_value(subjects.IDEMPOTENCY_BUCKET)
+    with pytest.raises(NoKeysError):
+        await bucket.keys()

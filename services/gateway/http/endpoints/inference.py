@@ -8,12 +8,13 @@ import time
 import uuid
 from dataclasses import dataclass, replace
 
+from nats.errors import Error as NatsError
 from opentelemetry.trace import SpanKind
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.adapters.engine_client import ENVELOPE_BYTES
-from services.gateway.adapters.idempotency_store import Claim, Entry, ExistingKey, digest
+from services.gateway.adapters.idempotency_store import Claim, ClaimLost, Entry, ExistingKey, digest
 from services.gateway.adapters.rate_limiter import Admitted, is_limited
 from services.gateway.domain.admission import Reservation
 from services.gateway.domain.held_request import check_held
@@ -39,7 +40,7 @@ from shared.contracts.inference import FORWARDED, Endpoint
 from shared.contracts.keys import MAX_PRIORITY
 from shared.contracts.models import ModelCard
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest, prompts_of
-from shared.errors import InvalidRequest, NotFound
+from shared.errors import AuthenticationFailed, InvalidRequest, NotFound
 from shared.telemetry.tracing import context_of, tracer
 
 log = logging.getLogger(__name__)
@@ -177,7 +178,20 @@ class Inference:
         request = digest(parsed.engine_request.identity, *filter(None, [scope["query_string"]]))
         new_entry = Entry(request=request, answer_id=response_id, created=created)
         place = await self._gateway.idempotency.claim_or_get(name, new_entry)
+        await self._require_valid_caller(place, scope)
         return _IdempotencyKey(require_same_request(place, request), new_entry)
+
+    async def _require_valid_caller(self, place: Claim | ExistingKey, scope: Scope) -> None:
+        """Check that the API key was not revoked meanwhile; delete the claim if it was."""
+        try:
+            self._gateway.authorizer.require_valid(caller_of(scope))
+        except AuthenticationFailed:
+            if isinstance(place, Claim):
+                try:
+                    await place.delete()
+                except (ClaimLost, NatsError, TimeoutError) as e:
+                    log.info("failed to delete the claim of a revoked API key", extra={"error": repr(e)})
+            raise
 
     async def _respond(
         self,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import shutil
+import stat
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,9 @@ from typing import BinaryIO
 
 from shared.model_paths import resolve_model
 from thaw.errors import CommandError
+
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
+_OUTPUTS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
 def program() -> str:
@@ -60,22 +65,55 @@ def model_directory(written: str) -> Path | None:
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
     """Open a draft of a file, which takes its place at the end of the block.
 
-    The file is complete or unchanged: an error in the block removes the draft. A pipe or a
-    device is written directly.
+    The file is complete or unchanged: an error in the block removes the draft. The draft has the
+    mode and the owner of the file that it replaces. A file is written in place if the user may not
+    create such a draft, and so are pipes and devices.
 
     Raises:
         OSError: The file cannot be written.
     """
-    if path.exists() and not path.is_file():
-        with path.open("wb") as file:
+    if str(path) in _OUTPUTS:  # also where the shell appends to a file
+        with os.fdopen(os.dup(_OUTPUTS[str(path)]), "wb") as file:
             yield file
         return
     target = path.resolve()
-    handle, draft = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    opened = _open_draft(draft, path)
+    if opened is None:
+        with path.open("wb") as file:
             yield file
-        Path(draft).replace(target)
+        return
+    try:
+        with opened as file:
+            yield file
+        draft.replace(target)
     except BaseException:
-        Path(draft).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
+
+
+def _open_draft(draft: Path, path: Path) -> BinaryIO | None:
+    """Create a draft with the mode and owner of `path`; None to write `path` in place."""
+    try:
+        before = path.stat()
+    except FileNotFoundError:
+        return draft.open("xb")
+    if not stat.S_ISREG(before.st_mode):
+        return None
+    path.open("r+b").close()  # a write-protected file is refused
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        if e.errno not in _NO_ACCESS:
+            raise
+        return None
+    try:
+        created = os.fstat(descriptor)
+        if (created.st_uid, created.st_gid) != (before.st_uid, before.st_gid):
+            os.fchown(descriptor, before.st_uid, before.st_gid)
+        os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
+    except OSError:
+        os.close(descriptor)
+        draft.unlink(missing_ok=True)
+        return None
+    return os.fdopen(descriptor, "wb")

@@ -79,11 +79,14 @@ def apply_models(api: Api, home: Home, specs: tuple[ModelSpec, ...], out: Consol
     if not specs and not before:
         return ModelsAdded().model_dump(mode="json", exclude={"v", "kind"})
     now = {s.name for s in specs}
-    changes = changes_of({v.card.name: v.card.spec for v in api.cluster().models}, specs)
+    registered = {v.card.name: v.card.spec for v in api.cluster().models}
+    changes = changes_of(registered, specs)
+    # If the reply is lost, only new models are the file's: others may be unchanged.
+    left, removed = before | (now - registered.keys()), []
     with out.status("registering models"):
-        result = api.add_models(specs, replace=True) if specs else ModelsAdded()
-        left, removed = before | now, []
         try:
+            result = api.add_models(specs, replace=True) if specs else ModelsAdded()
+            left |= now
             for name in _adapters_first(api, before - now):
                 try:
                     api.remove_model(name)

@@ -45,10 +45,12 @@ class FailingApi(Api):
         return {}
 
     def cluster(self) -> Any:
-        return SimpleNamespace(models=())
+        return SimpleNamespace(models=[SimpleNamespace(card=SimpleNamespace(name=n, spec=model(n))) for n in sorted(self.models)])
 
     def add_models(self, specs: tuple[ModelSpec, ...], **_: Any) -> ModelsAdded:
         self.models |= {spec.name for spec in specs}
+        for spec in specs:
+            self._refuse(spec.name)  # the reply is lost
         return ModelsAdded()
 
     def remove_model(self, name: str, **_: Any) -> None:
@@ -82,13 +84,23 @@ def test_a_key_is_revoked_though_the_command_that_made_it_failed(home: Home, fai
     assert json.loads((home.root / "declared.json").read_text()) == {"keys": ["last"]}
 
 
-def test_a_model_is_removed_though_the_command_that_added_it_failed(home: Home) -> None:
+@pytest.mark.parametrize("fails", ["leaves", "new"])
+def test_a_model_is_removed_though_the_command_that_added_it_failed(home: Home, fails: str) -> None:
     api = FailingApi()
     apply_models(api, home, (model("leaves"), model("first")), MUTE)
-    api.fails = "leaves"
+    api.fails = fails
     with pytest.raises(CommandError):
         apply_models(api, home, (model("new"),), MUTE)
     api.fails = ""
     apply_models(api, home, (model("last"),), MUTE)
     assert api.models == {"last"}
     assert json.loads((home.root / "declared.json").read_text()) == {"models": ["last"]}
+
+
+def test_a_model_registered_by_hand_outlives_a_file_that_was_refused(home: Home) -> None:
+    api = FailingApi("mine")
+    api.models = {"mine"}
+    with pytest.raises(CommandError):
+        apply_models(api, home, (model("mine"), model("new")), MUTE)
+    apply_models(api, home, (model("last"),), MUTE)
+    assert api.models == {"mine", "last"}

@@ -59,14 +59,16 @@ export function Bars({ data, hours, names, label }: { data: number[][]; hours: n
     const element = box.current!;
     const axis = { stroke: colour("--text"), grid: { stroke: colour("--line") }, ticks: { stroke: colour("--line") } };
     const colours = [colour("--weights"), colour("--kv")];
-    const end = Math.ceil(Date.now() / 1000 / HOUR_S) * HOUR_S;
+    const last = Math.floor(Date.now() / 1000 / HOUR_S) * HOUR_S;
+    // The ledger sums the present hour and as many before it as the span has. Bars are centred on the begin of their hour.
+    const range: [number, number] = [last - (hours + 0.5) * HOUR_S, last + 0.5 * HOUR_S];
     // An hour has its share of the chart's width, also if no other hour has a bar.
-    const width = Math.max(1, Math.min(20, (0.4 * element.clientWidth) / hours));
+    const width = Math.max(1, Math.min(20, (0.4 * element.clientWidth) / (hours + 1)));
     const bars = [-1, 1].map((align) => uPlot.paths.bars!({ size: [0.4, width], align: align as -1 | 1 }));
     const options: uPlot.Options = {
       width: element.clientWidth,
       height: HEIGHT,
-      scales: { x: { range: [end - hours * HOUR_S, end] }, y: { range: (_, __, max) => [0, max || 1] } },
+      scales: { x: { range }, y: { range: (_, __, max) => [0, max || 1] } },
       axes: [axis, { ...axis, size: 80, values: (_, ticks) => ticks.map((n) => n.toLocaleString()) }],
       series: [{}, ...names.map((name, i) => ({ label: name, stroke: colours[i], fill: colours[i], paths: bars[i], points: { show: false } }))],
     };

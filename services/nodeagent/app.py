@@ -117,6 +117,7 @@ class Nodeagent:
             settings.node_state / "logs",
             settings.node,
             engine_environment(settings),
+            settings.kill_grace,
         )
         for device in self.executors.list_devices():  # of an earlier agent
             ledger = ledger.set_executor(device, CAPABILITIES["builtin"].runtime_bytes)

@@ -251,7 +251,11 @@ class SegmentStatus(Frozen):
     segment: str
     total_bytes: int
     loaded_bytes: int
-    fetched_bytes: int = Field(default=0, description="Bytes received from the remote source so far.")
+    fetched_bytes: int = Field(
+        default=0,
+        description="Bytes of a remote source's model that have arrived so far, those from this node's disk cache included. A load of only "
+        "what a device lacks counts as all bytes once it has ended.",
+    )
     holders: tuple[str, ...]
     error: ErrorBody | None = None
     on_devices: dict[str, int] = Field(default_factory=dict, description="Bytes of it on each device that it is brought to.")

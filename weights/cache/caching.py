@@ -210,14 +210,50 @@ class CachingTier:
     def _begin(self) -> None:
         """Choose a role: fetching, following or uncached."""
         try:
-            self._fill = self._cache.fill_lock(self.revision)
-            if self._fill is not None and not self._ended_well():
-                self._start_fetching()
+            fill = self._cache.fill_lock(self.revision)
         except OSError as e:
             self._log_uncached(e)
+            return
+        if fill is not None:
+            self._use_fill_lock(fill)
 
-    def _start_fetching(self) -> bool:
-        """Reserve room, and open the partial model to write to it. This load has the fill lock.
+    def _use_fill_lock(self, fill: FileLock) -> bool:
+        """Read the model from the cache if it is complete there by now; else become fetching.
+
+        Reserving room may wait for other loaders, and remove models: `_state` is not held.
+
+        Args:
+            fill: Released unless this load fetches.
+
+        Returns:
+            True if this load fetches.
+        """
+        is_fetching = False
+        try:
+            entry = self._cache.acquire(self.revision, pinned=self._pinned or None)
+            has_room = entry is None and self._make_room()
+            with self._state:
+                if self._closed:
+                    if entry is not None:
+                        entry.release()
+                elif entry is not None:
+                    self._whole = DirectoryTier(entry.directory), entry
+                elif has_room:
+                    self._replace_partial(self._open_partial(writes=True))
+                    self._fill, is_fetching = fill, True
+                else:
+                    self._following = False
+        except OSError as e:
+            with self._state:
+                if not self._closed:
+                    self._log_uncached(e)
+        finally:
+            if not is_fetching:
+                fill.release()
+        return is_fetching
+
+    def _make_room(self) -> bool:
+        """Reserve room in the cache.
 
         Returns:
             False if there is no room: the load has no cache then.
@@ -226,16 +262,13 @@ class CachingTier:
             OSError: The disk failed.
         """
         total = sum(f.size for f in self._files)
-        if not self._cache.make_room(self.revision, total):
+        has_room = self._cache.make_room(self.revision, total)
+        if not has_room:
             log.warning(
                 "no room in the SSD cache: the model is loaded without it",
                 extra={"source": self.source, "bytes": total, "budget": self._cache.budget, "directory": str(self._cache.root)},
             )
-            self._following = False
-            self._release_fill_lock()
-            return False
-        self._replace_partial(self._open_partial(writes=True))
-        return True
+        return has_room
 
     def read_local(self, file: TierFile, offset: int, into: memoryview, cancelled: threading.Event | None = None) -> bool:
         """Fill `into` from this host's disk; False if the bytes are not there."""
@@ -275,22 +308,14 @@ class CachingTier:
                 elif self._cache.get_partial_path(self.revision).exists():
                     self._replace_partial(self._open_partial(writes=False))
                     return True
-                self._fill = self._cache.fill_lock(self.revision)
-                if self._fill is None:
-                    return False
-                if not self._ended_well() and self._start_fetching():
-                    log.info("took over a model that another process was fetching", extra={"source": self.source})
+                fill = self._cache.fill_lock(self.revision)
             except OSError as e:
                 self._log_uncached(e)
-            return True
-
-    def _ended_well(self) -> bool:
-        """Return True if the model is in the cache by now."""
-        entry = self._cache.acquire(self.revision, pinned=self._pinned or None)
-        if entry is None:
+                return True
+        if fill is None:
             return False
-        self._whole = DirectoryTier(entry.directory), entry
-        self._release_fill_lock()
+        if self._use_fill_lock(fill):
+            log.info("took over a model that another process was fetching", extra={"source": self.source})
         return True
 
     def _open_partial(self, *, writes: bool) -> PartialModel:

@@ -43,8 +43,7 @@ class Suspension:
 
         Raises:
             InstanceBusy: Requests are running.
-            EngineFailed: The last comparison found another output, which must not become the
-                reference.
+            EngineFailed: The last wake found another output, which must not become the reference.
         """
         if level != 0:
             raise UnsupportedParameter("The builtin engine has no sleep levels. The nodeagent suspends its process, or stops it")
@@ -64,20 +63,23 @@ class Suspension:
         """Verify the output, and accept requests again if it is unchanged."""
         async with self._turn:
             probed = await self._compare()
+            self._is_changed = not probed.same
             if probed.same:
                 self._serving.unpause()
         return probed
 
     async def probe(self) -> EngineProbed:
-        """Compare the output with the reference."""
+        """Compare the output with the reference.
+
+        The output of an engine that serves may differ by its batches: the engine may sleep still.
+        """
         async with self._turn:
             return await self._compare()
 
     async def _compare(self) -> EngineProbed:
         begun = time.monotonic()
         output = await self._run_probe()
-        self._is_changed = self._before is not None and output != self._before
-        return EngineProbed(same=not self._is_changed, took_ms=(time.monotonic() - begun) * 1e3)
+        return EngineProbed(same=self._before is None or output == self._before, took_ms=(time.monotonic() - begun) * 1e3)
 
     async def _run_probe(self) -> ProbeOutput:
         """Serve a probe request and return its tokens or vectors."""

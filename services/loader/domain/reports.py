@@ -65,7 +65,8 @@ def _apply_while_loading(state: State, entry: Entry, event: Report, now: float) 
             entry = replace(entry, loaded_bytes=loaded, arrived_bytes=max(entry.arrived_bytes, event.arrived))
         case Completed():
             loaded = entry.total_bytes if event.kept_bytes is None else event.kept_bytes
-            # The last bytes may have arrived within the interval of the reports.
+            # The last bytes may have arrived within the interval of the reports, and no more are
+            # to be fetched of weights that a device has a part of.
             fetched = entry.total_bytes if entry.fetched_bytes else 0
             entry = replace(entry, stage=Stage.COMPLETE, loaded_bytes=loaded, fetched_bytes=fetched, used_at=now)
             entry, effects = answer_waiters(entry)

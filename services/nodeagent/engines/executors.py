@@ -77,6 +77,7 @@ class Executors:
         logs: Path,
         node: str,
         environment: dict[str, str],
+        kill_grace_s: float,
     ) -> None:
         """Find the executors of an earlier agent.
 
@@ -87,6 +88,7 @@ class Executors:
             logs: Directory of logs.
             node: The node's name.
             environment: Settings for executors.
+            kill_grace_s: Interval in seconds at which a failed detach is repeated.
         """
         self._launcher = launcher
         self._request = request
@@ -94,6 +96,7 @@ class Executors:
         self._logs = logs
         self._node = node
         self._environment = environment
+        self._kill_grace_s = kill_grace_s
         self._starting: dict[str, asyncio.Lock] = {}
         self._by_pid: dict[int, ExecutorRecord] = {}
         self._culprits: dict[int, str] = {}
@@ -203,7 +206,8 @@ class Executors:
             self._silent.add(pid)
             return True
         since, until = self._silences.get(pid, (now - silent_s, now))
-        silence = _Silence(since if now - until <= _LOST_AFTER_S else now - silent_s, now)
+        is_same = now - until <= _LOST_AFTER_S + self._kill_grace_s
+        silence = _Silence(since if is_same else now - silent_s, now)
         self._silences[pid] = silence
         return silence.until - silence.since >= _LOST_AFTER_S
 

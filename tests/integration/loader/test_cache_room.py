@@ -69,6 +69,39 @@ def test_load_that_takes_over_from_another_process_keeps_to_the_budget(server: T
     assert cache.status().nbytes == 0
 
 
+def test_close_does_not_wait_while_a_load_that_takes_over_makes_room(
+    server: TierServer, cache: SsdCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = opened(server, cache), opened(server, cache)
+    room = FileLock.take(cache.root / "locks" / "room")
+    assert room is not None
+    make_room, making_room, cancelled = cache.make_room, threading.Event(), threading.Event()
+
+    def make_room_later(revision: str, nbytes: int) -> bool:
+        making_room.set()
+        return make_room(revision, nbytes)
+
+    def read() -> None:
+        with pytest.raises(Cancelled):
+            load(second)
+        cancelled.set()
+
+    monkeypatch.setattr(cache, "make_room", make_room_later)
+    threads = [threading.Thread(target=read, daemon=True), threading.Thread(target=second.close, daemon=True)]
+    with room:
+        threads[0].start()
+        first.close()
+        assert making_room.wait(30)
+        threads[1].start()
+        threads[1].join(10)
+        assert not threads[1].is_alive()
+        assert not cancelled.is_set(), "another loader still makes room"
+    assert cancelled.wait(30)
+    fill = cache.fill_lock(second.revision)
+    assert fill is not None, "a closed load keeps no lock"
+    fill.release()
+
+
 def test_failed_eviction_does_not_hide_the_model_from_a_load_that_begins(
     server: TierServer, cache: SsdCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,3 +214,37 @@ async def test_probe_of_a_cancelled_command_keeps_the_engine_from_nothing(engine
     await settle()
     engine.answer_newest(1)
     assert (await sleeping)[1]
+
+
+async def test_engine_whose_output_differs_while_it_serves_may_sleep(engine: Engine) -> None:
+    """A probe is computed in one batch with requests, and its output may differ by that."""
+    sleeping = asyncio.create_task(engine.sleep())
+    await settle()
+    engine.answer_newest(1)
+    await sleeping
+    await engine_awake(engine)
+    probing = asyncio.create_task(engine.probe())
+    await settle()
+    engine.answer_newest(2)
+    assert not (await probing).same
+    again = asyncio.create_task(engine.sleep())
+    await settle()
+    engine.answer_newest(1)
+    assert (await again)[1]
+
+
+async def test_probe_after_a_wake_does_not_let_a_changed_engine_sleep(engine: Engine) -> None:
+    sleeping = asyncio.create_task(engine.sleep())
+    await settle()
+    engine.answer_newest(1)
+    await sleeping
+    waking = asyncio.create_task(engine.wake())
+    await settle()
+    engine.answer_newest(2)
+    assert not (await waking).same
+    probing = asyncio.create_task(engine.probe())
+    await settle()
+    engine.answer_newest(1)
+    assert (await probing).same
+    with pytest.raises(EngineFailed, match="has changed"):
+        await engine.sleep()

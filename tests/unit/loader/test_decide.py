@@ -78,6 +78,18 @@ def test_bytes_that_arrived_after_the_last_report_are_counted_as_fetched() -> No
     assert p.state.entries["w1"].fetched_bytes == 100
 
 
+def test_bytes_that_a_device_had_count_as_fetched_once_a_load_of_the_others_has_ended() -> None:
+    """The scheduler takes the rest of the bytes for those that are still to be fetched."""
+    p = Played()
+    p.do(Attach(1, "a", card(), "index", device="cuda:0"))
+    p.do(LaidOut("w1", 1, 100, 1000, {"cuda:0": 40}))
+    p.do(Indexed("w1", 1, "/m", 100))
+    p.do(Fetched("w1", 1, 40))
+    p.do(Completed("w1", 1, kept_bytes=10))
+    [entry] = p.state.entries.values()
+    assert (entry.loaded_bytes, entry.fetched_bytes) == (10, 100)
+
+
 def test_failure_is_sent_to_waiters_and_to_holders_that_attach_later() -> None:
     p = Played()
     p.do(Prepare(1, "late", card(), 1))

@@ -36,8 +36,8 @@ async def attached(*_: Any) -> InstanceAttached:
     return InstanceAttached(pid=os.getpid())
 
 
-def executors(tmp_path: Path, request: Callable[..., Awaitable[Any]] = attached) -> Executors:
-    return Executors(cast(Launcher, OwnProcess()), request, tmp_path / "executors", tmp_path, "n", {})
+def executors(tmp_path: Path, request: Callable[..., Awaitable[Any]] = attached, kill_grace_s: float = 5.0) -> Executors:
+    return Executors(cast(Launcher, OwnProcess()), request, tmp_path / "executors", tmp_path, "n", {}, kill_grace_s)
 
 
 def start(tmp_path: Path, logs: str = "") -> EngineStart:
@@ -118,6 +118,16 @@ async def test_silent_executor_has_time_to_notice_a_half_open_connection(tmp_pat
     clock[0] += DETACH_S
     assert found.note_silent(pid, DETACH_S), "it hangs"
     assert not found.is_silent(pid), "no step is to blame"
+
+
+async def test_silent_executor_is_ended_however_seldom_detaches_are_repeated(tmp_path: Path, clock: list[float]) -> None:
+    """They are repeated after `THAW_KILL_GRACE`."""
+    grace_s = 30.0
+    found, pid = executors(tmp_path, kill_grace_s=grace_s), os.getpid()
+    await found.attach(start(tmp_path))
+    assert not found.note_silent(pid, DETACH_S)
+    clock[0] += grace_s
+    assert found.note_silent(pid, DETACH_S)
 
 
 async def test_answer_ends_the_silence_of_an_executor(tmp_path: Path, clock: list[float]) -> None:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from playwright.async_api import async_playwright
 
+from services.gateway import authorization
 from services.gateway.authorization import hash_key
 from services.gateway.domain.console_session import SESSION_S
 from services.gateway.domain.console_view import View, cluster_view
@@ -234,8 +235,19 @@ async def test_a_revoked_key_ends_its_sessions_and_a_restart_does_not(
             async with asyncio.timeout(60):
                 assert [line async for line in lines if line.startswith("event")] == []
         session = (await second.http.get("/ui/session", headers=cookie)).json()
-        assert not session["view"]
+        assert session == NO_ACCESS | {"guarded": True}, "the page asks for another key"
         assert (await second.http.get("/ui/api/admin/v1/cluster", headers=cookie)).status_code == 401
+
+
+async def test_a_session_whose_key_has_expired_has_no_key(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"name": "guest", "scope": "read-only", "sha256": hash_key("guest-key"), "expires": int(time.time()) + 3600}
+    assert (await guarded.http.post("/admin/v1/keys", json=body, headers=BEARER)).status_code == 200
+    await log_in(guarded, "guest-key")
+    assert (await guarded.http.get("/ui/session")).json()["key"]
+    now = time.time()
+    monkeypatch.setattr(authorization, "time", SimpleNamespace(time=lambda: now + 7200, monotonic=time.monotonic))
+    answer = await guarded.http.get("/ui/session")
+    assert (answer.status_code, answer.json()) == (200, NO_ACCESS | {"guarded": True})
 
 
 async def test_a_stream_ends_with_its_session(guarded: Served, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:

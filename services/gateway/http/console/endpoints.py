@@ -109,7 +109,7 @@ class Console:
             "view": viewer is not None,
             "change": viewer is not None and viewer.scope == "admin",
             "inference": self._caller("POST", _INFERENCE) is not None,
-            "key": self._gateway.authorizer.find_caller(session_key_hash.get() or "") is not None,
+            "key": self._has_valid_key(),
             "guarded": self._gateway.authorizer.guards_admin,
         }
         if viewer is not None and (jaeger := self._gateway.settings.jaeger_url):
@@ -163,6 +163,13 @@ class Console:
             return self._gateway.authorizer.check(method, path, {})
         except ThawError:
             return None
+
+    def _has_valid_key(self) -> bool:
+        """True if the session's key exists and has not expired."""
+        try:
+            return self._gateway.authorizer.find_caller(session_key_hash.get() or "") is not None
+        except AuthenticationFailed:
+            return False
 
     async def _key_hash(self, headers: Headers) -> str:
         """Return the digest of the session's key; empty without a valid session."""

@@ -185,8 +185,8 @@ def _renew_grammars(grammars: Any) -> None:
         grammars.backend = None
 
     def grammar_init(request: Any) -> None:
+        grammars.tokenizer = cached_tokenizer_from_config(grammars.vllm_config.model_config)  # an error fails this request only
         del grammars.grammar_init  # restores the method of the class
-        grammars.tokenizer = cached_tokenizer_from_config(grammars.vllm_config.model_config)
         grammars.grammar_init(request)
 
     grammars.grammar_init = grammar_init

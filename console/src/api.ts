@@ -33,17 +33,22 @@ async function decode(response: Response): Promise<any> {
   } catch {
     throw new ApiError(`The gateway answered with status ${response.status}.`, response.status);
   }
-  if (response.ok) return body;
+  if (!response.ok) throw new ApiError(body?.error?.message ?? `Status ${response.status}`, response.status);
+  return body;
+}
+
+/** Report a refusal before it is thrown. `session` does not: its caller is who asks again. */
+async function decodeReporting(response: Response): Promise<any> {
   if (response.status === 401) window.dispatchEvent(new Event(REFUSED));
-  throw new ApiError(body?.error?.message ?? `Status ${response.status}`, response.status);
+  return decode(response);
 }
 
 export async function get(path: string): Promise<any> {
-  return decode(await fetch(`/ui${path}`));
+  return decodeReporting(await fetch(`/ui${path}`));
 }
 
 export async function post(path: string, body?: unknown): Promise<any> {
-  return decode(await send(path, body));
+  return decodeReporting(await send(path, body));
 }
 
 export function send(path: string, body?: unknown, signal?: AbortSignal, method = "POST"): Promise<Response> {

@@ -269,8 +269,12 @@ class Host(InstanceProcess):
             raise EngineFailed(f"The engine is {self._reporter.state} and cannot sleep now. Try again once it is ready")
         began = time.monotonic()
         if self._sleep_level is None:
-            await self._engine.keep_output()
             self._serving.close()
+            try:
+                await self._engine.keep_output()
+            except BaseException:
+                self._serving.open(self._engine.driver, self._engine.client)
+                raise
             self._sleep_level = 0
         try:
             await self._engine.sleep(level)

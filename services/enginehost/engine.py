@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.enginehost.drivers.port import PROBE_TOKENS, Command, Driver, Launch, Rank
-from services.enginehost.drivers.probe_response import generated_output
+from services.enginehost.drivers.probe_response import KeptOutput, generated_output
 from services.enginehost.drivers.registry import driver_of
 from services.enginehost.http1 import Address, Client, HttpError
 from services.enginehost.runtimes.container import start_container
@@ -52,7 +52,6 @@ _UP = 0.9
 Progress below it is an estimate from the number of observed signs of activity.
 """
 _HALFWAY_SIGNS = 30.0
-_PROBE_WITHIN_S = 60.0
 _CHANGE_WITHIN_S = 120.0
 """A change of the model that takes longer counts as failed."""
 
@@ -76,7 +75,7 @@ class Engine:
         self._running: Running | None = None
         self._endpoint = LOOPBACK_ENDPOINT
         self._declared_failed: asyncio.Future[EngineFailed] = asyncio.get_running_loop().create_future()
-        self._expected: str | None = None
+        self._output = KeptOutput()
         self._signs = 0
         self._log_begins_at = 0
         """Bytes of the log that precede the output of the engine's latest start."""
@@ -99,7 +98,7 @@ class Engine:
         """
         self._start, self._timeline, self._reporter = start, timeline, reporter
         self._declared_failed = asyncio.get_running_loop().create_future()
-        self._expected, self._asleep_before = None, asleep
+        self._output, self._asleep_before = KeptOutput(), asleep
         self._log_begins_at = 0
         reporter.hosted = self.describe_processes
 
@@ -373,7 +372,7 @@ class Engine:
                 how = f"; then it {ended.result()}"  # its answer says why, as vLLM's after an error of its core
             if isinstance(error, EngineFailed):
                 raise EngineFailed(f"{error.message}{how}{self._log_excerpt()}") from error
-            self._expected = None if only else probing.result()
+            self._output = KeptOutput(None if only else probing.result())
         finally:
             probing.cancel()
             ended.cancel()
@@ -389,15 +388,7 @@ class Engine:
         Raises:
             EngineFailed: The engine generated no token.
         """
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(_PROBE_WITHIN_S):
-                found = await generated_output(self.driver, self.client)
-        except TimeoutError as e:
-            raise EngineFailed(f"The engine generated no token within {_PROBE_WITHIN_S:g} s") from e
-        if self._expected is None:
-            self._expected = found
-        return found == self._expected, (time.monotonic() - began) * 1e3
+        return await self._output.compare(self.driver, self.client)
 
     async def keep_output(self) -> None:
         """Keep the output that probes compare with, unless there is one; no request may run.
@@ -405,8 +396,7 @@ class Engine:
         Raises:
             EngineFailed: The engine generated no token.
         """
-        if self._expected is None:
-            await self.probe()
+        await self._output.keep(self.driver, self.client)
 
     # Sleep
 

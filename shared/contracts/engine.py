@@ -247,7 +247,8 @@ class EngineProbed(Message):
     """Result of a probe of an engine.
 
     Attributes:
-        same: The answer was the same as when the engine became ready.
+        same: The answer was the same as when the engine became ready or, for one that has changed
+            its model, as before it first slept.
     """
 
     kind: Literal["probed"] = "probed"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.scheduler.domain.events import Event, MigrationUpdated
-from shared.contracts.migration import MigrationRecord, MigrationRound, MigrationState, MovedRequest
+from shared.contracts.migration import BEAT_S, MigrationRecord, MigrationRound, MigrationState, MovedRequest
 from shared.contracts.node import InstanceState
 from simulator.instances import Run
 from simulator.mesh.agents import Agents
@@ -37,6 +37,16 @@ class _Migration:
         self._rounds: list[MigrationRound] = []
         self._number = 0
         self._prepared: dict[Run, int] = {}
+        self._is_over = False
+        world.clock.call_later(BEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        """Keep the lease: the scheduler cancels a migration whose owner is silent."""
+        if self._is_over:
+            return
+        self._record = self._record.model_copy(update={"beats": self._record.beats + 1})
+        self._post(MigrationUpdated(self._world.clock.now, self._record))
+        self._world.clock.call_later(BEAT_S, self._beat)
 
     def round(self) -> None:
         """Recompute the KV cache of the tokens since the last round.
@@ -84,6 +94,7 @@ class _Migration:
         self._end("done", tuple(moved))
 
     def _end(self, state: MigrationState, moved: tuple[MovedRequest, ...] = ()) -> None:
+        self._is_over = True
         now = self._world.clock.now
         update = {"state": state, "rounds": tuple(self._rounds), "requests": moved, "duration_ms": (now - self._began) * 1e3}
         self._post(MigrationUpdated(now, self._record.model_copy(update=update)))

@@ -222,7 +222,8 @@ def test_two_nodes_with_one_name_in_the_mesh_are_refused(tmp_path: Path) -> None
 
 def test_credentials_are_not_kept_where_other_users_read_them(tmp_path: Path) -> None:
     directory = tmp_path / "d"
-    directory.mkdir(mode=0o755)
+    directory.mkdir()
+    directory.chmod(0o755)  # whatever the umask is
     command = [sys.executable, "-m", "thaw.kubernetes", str(directory), *NODES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, list(directory.iterdir())) == (2, "", [])

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from shared.ports import free_port
-from tests.support.servers import NatsServer
+from tests.support.servers import NatsServer, kept_port
 
 
 class Link:
     """A TCP connection to NATS that can be cut."""
 
     def __init__(self, nats: NatsServer) -> None:
-        self.port = free_port()
+        self._kept = kept_port()
+        self.port: int = self._kept.getsockname()[1]
         self.url = f"nats://127.0.0.1:{self.port}"
         self._nats = nats
         self._server: asyncio.Server | None = None
@@ -29,6 +29,10 @@ class Link:
         for writer in self._writers:
             writer.transport.abort()
         await self._server.wait_closed()
+
+    def release_port(self) -> None:
+        """Let other processes use the port. The connection stays cut."""
+        self._kept.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, here = await asyncio.open_connection("127.0.0.1", self._nats.port)
@@ -55,3 +59,4 @@ async def linked(nats: NatsServer) -> AsyncIterator[Link]:
         yield link
     finally:
         await link.cut()
+        link.release_port()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 from pydantic_core import from_json
@@ -11,7 +13,51 @@ from services.enginehost.http1 import Client, HttpError
 from shared.errors import EngineFailed
 
 _FINGERPRINT_NUMBERS = 8
+_WITHIN_S = 60.0
 _DIGITS = 3
+
+
+class KeptOutput:
+    """The output of an engine that those of later probes must equal."""
+
+    def __init__(self, text: str | None = None) -> None:
+        """Create it; without `text`, `keep` has the engine generate it."""
+        self._text = text
+        self._keeping: asyncio.Task[str] | None = None
+
+    async def keep(self, driver: Driver, client: Client) -> None:
+        """Have the engine generate the output, unless it is kept already; no request may run.
+
+        After a cancellation it is still generated, and the next call waits for it.
+
+        Raises:
+            EngineFailed: The engine generated no token.
+        """
+        if self._text is None:
+            if self._keeping is None or self._keeping.done():
+                self._keeping = asyncio.create_task(_generate_in_time(driver, client), name="output to keep")
+            self._text = await asyncio.shield(self._keeping)
+
+    async def compare(self, driver: Driver, client: Client) -> tuple[bool, float]:
+        """Generate the output again.
+
+        Returns:
+            False if it differs from the kept one, and the duration in milliseconds.
+
+        Raises:
+            EngineFailed: The engine generated no token.
+        """
+        began = time.monotonic()
+        found = await _generate_in_time(driver, client)
+        return self._text in (None, found), (time.monotonic() - began) * 1e3
+
+
+async def _generate_in_time(driver: Driver, client: Client) -> str:
+    try:
+        async with asyncio.timeout(_WITHIN_S):
+            return await generated_output(driver, client)
+    except TimeoutError as e:
+        raise EngineFailed(f"The engine generated no token within {_WITHIN_S:g} s") from e
 
 
 async def generated_output(driver: Driver, client: Client, tokens: int = PROBE_TOKENS) -> str:

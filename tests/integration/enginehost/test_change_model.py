@@ -13,7 +13,7 @@ import pytest
 from services.enginehost.drivers.port import PROBE_TOKENS
 from shared.contracts import subjects
 from shared.contracts.base import Done
-from shared.contracts.engine import ChangeModel, EngineAsleep, EngineProbed, EngineStart, ProbeEngine, SleepEngine, WakeEngine
+from shared.contracts.engine import ChangeModel, EngineAsleep, EngineProbed, EngineStart, SleepEngine, WakeEngine
 from shared.contracts.models import ModelCard
 from shared.errors import Conflict, EngineFailed, InstanceBusy, UnsupportedParameter
 from tests.support.hosted import Hosts, fake_program, hosted_card
@@ -27,7 +27,8 @@ def card_of(directory: Path, name: str, **options: Any) -> ModelCard:
 
 async def ready(hosts: Hosts, directory: Path, *options: str, **more: Any) -> EngineStart:
     """Start a template's engine with the first model."""
-    start = hosts.host(card_of(directory, "first", **more), THAW_VLLM_PYTHON=fake_program(directory, "vllm", *options))
+    program = fake_program(directory, "vllm", *options)
+    start = hosts.host(card_of(directory, "first", **more), THAW_VLLM_PYTHON=program, THAW_PROBE_INTERVAL="0")
     report = await hosts.settled(start.instance_id)
     assert report.state == "ready", report.error
     return start
@@ -88,11 +89,34 @@ async def test_one_token_proves_a_change_and_the_output_is_kept_before_the_engin
     assert await probes_after_the_change(hosts, start) == [1, PROBE_TOKENS, PROBE_TOKENS]
 
 
+async def test_busy_changed_engine_is_not_probed_when_it_is_to_sleep(hosts: Hosts, tmp_path: Path) -> None:
+    """The output to keep must not depend on the requests that are computed beside it."""
+    start = await change(hosts, await ready(hosts, tmp_path), card_of(tmp_path, "second"))
+    assert (await hosts.settled(start.instance_id)).state == "ready"
+    slow = await hosts.ask(start.instance_id, "completion", prompt="x", stream=True, fake={"tokens": 10_000, "pace": 0.05})
+    await slow.until(bool)
+    with pytest.raises(InstanceBusy):
+        await hosts.mesh.request(subjects.engine_control(start.instance_id), SleepEngine(level=0), EngineAsleep)
+    assert (await probes_after_the_change(hosts, start))[0] == 1
+    assert PROBE_TOKENS not in await probes_after_the_change(hosts, start)
+    assert await text(hosts, start) == "second: t0 ", "it serves as before"
+
+
+async def test_changed_engine_that_generates_nothing_before_it_sleeps_serves_on(hosts: Hosts, tmp_path: Path) -> None:
+    start = await change(hosts, await ready(hosts, tmp_path), card_of(tmp_path, "second"))
+    assert (await hosts.settled(start.instance_id)).state == "ready"
+    await hosts.request(start.instance_id, "completion", prompt="x", fake={"mute": True})
+    with pytest.raises(EngineFailed, match="generated no token"):
+        await hosts.mesh.request(subjects.engine_control(start.instance_id), SleepEngine(level=0), EngineAsleep)
+    assert (await stats(hosts, start))["calls"], "it takes requests"
+
+
 async def test_changed_engine_with_other_output_after_sleeping_does_not_wake(hosts: Hosts, tmp_path: Path) -> None:
     start = await change(hosts, await ready(hosts, tmp_path), card_of(tmp_path, "second"))
     assert (await hosts.settled(start.instance_id)).state == "ready"
     control = subjects.engine_control(start.instance_id)
-    assert (await hosts.mesh.request(control, ProbeEngine(), EngineProbed)).same, "it keeps its first output"
+    await hosts.mesh.request(control, SleepEngine(level=0), EngineAsleep)
+    assert (await hosts.mesh.request(control, WakeEngine(), EngineProbed)).same
     await hosts.request(start.instance_id, "completion", prompt="x", fake={"dropped": True})
     await hosts.mesh.request(control, SleepEngine(level=0), EngineAsleep)
     with pytest.raises(EngineFailed, match="differs"):
@@ -103,7 +127,7 @@ async def probes_after_the_change(hosts: Hosts, start: EngineStart) -> list[int]
     """Return the numbers of tokens that the host asked for since the change of the model."""
     calls = (await stats(hosts, start))["calls"]
     changed = max(i for i, (_, path, _) in enumerate(calls) if path == "/thaw/model")
-    return [body["max_tokens"] for _, path, body in calls[changed:] if path == "/v1/completions"]
+    return [body["max_tokens"] for _, path, body in calls[changed:] if path == "/v1/completions" and "fake" not in body]
 
 
 @pytest.mark.parametrize("how", ["refuse", "nan", "exit"])

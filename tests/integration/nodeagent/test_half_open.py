@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from shared.contracts import subjects
 from shared.contracts.node import InstanceState
+from shared.messaging.mesh import HALF_OPEN_WITHIN_S
 from tests.integration.nodeagent.harness import WITHIN_S, begin_request, running_node, start_command
 from tests.support.hosted import fake_card
 from tests.support.nats_relay import NatsRelay
@@ -34,13 +36,14 @@ async def test_engines_are_adopted_if_the_agents_connection_is_half_open(nats_se
 
 async def test_engine_whose_own_connection_is_half_open_is_adopted(nats_server: NatsServer, tmp_path: Path) -> None:
     """It notices that by its pings, and connects again."""
-    relay = NatsRelay(nats_server)
-    async with relay.serving(), running_node(nats_server.url, tmp_path, THAW_NATS_URL=relay.url) as node:
+    relay, settings = NatsRelay(nats_server), {"THAW_ADOPT_TIMEOUT": str(4 * HALF_OPEN_WITHIN_S)}
+    async with relay.serving(), running_node(nats_server.url, tmp_path, THAW_NATS_URL=relay.url, **settings) as node:
         await start_command(node, "h", fake_card())
         pids = (await node.reaches("h", READY, FAILED, within=2 * WITHIN_S)).pids
         node.kill_agent()
         relay.break_at(subjects.engine_report(node.name).encode(), "lose")
-        await relay.broken.wait()
+        async with asyncio.timeout(WITHIN_S):
+            await relay.broken.wait()
         node.environment["THAW_NATS_URL"] = nats_server.url
         (adopted,) = (await node.start_agent()).instances
         assert (adopted.state, adopted.pids) == (READY, pids)

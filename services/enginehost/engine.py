@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import secrets
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -211,7 +211,9 @@ class ModelOptions(Strict):
         max_length=200,
         description="Name of the API key that is charged for the memory that its instances hold (docs/metering.md); by default none.",
     )
-    init_timeout: float = Field(default=600.0, gt=0, description="Seconds a start may take without progress, and a suspension altogether.")
+    init_timeout: float = Field(
+        default=600.0, gt=0, description="Seconds a start may take without progress, and a suspension altogether."
+    )
     response_timeout: float = Field(default=600.0, gt=0, description="Seconds one response may take.")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="Options of the engine, as it names them.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model's files contain.")

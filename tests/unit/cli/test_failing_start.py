@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, by: Callable[..., Any]) 
 
 
 @pytest.fixture
+def directory() -> Iterator[Path]:
+    """A directory whose path is short enough for Unix sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="thaw-") as found:
+        yield Path(found)
+
+
+@pytest.fixture
 def stops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace everything that starts a process; return the stops."""
     found: list[str] = []
@@ -38,15 +46,15 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def start(tmp_path: Path, *, detach: bool = False) -> Any:
-    home = Home(tmp_path / "home")
+def start(directory: Path, *, detach: bool = False) -> Any:
+    home = Home(directory / "home")
     home.create()
     return up._start(home, None, Wanted(), False, screen(as_json=True), detach)
 
 
 @pytest.mark.parametrize("fault", [FULL, CommandError("refused"), ValueError("wrong")])
 def test_a_mesh_that_cannot_be_furnished_is_stopped_unless_it_is_detached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: list[str], fault: Exception
+    directory: Path, monkeypatch: pytest.MonkeyPatch, stops: list[str], fault: Exception
 ) -> None:
     def fail(*_: Any) -> None:
         raise fault
@@ -54,18 +62,18 @@ def test_a_mesh_that_cannot_be_furnished_is_stopped_unless_it_is_detached(
     replace(monkeypatch, "_furnish", fail)
     for detach in (True, False):
         with pytest.raises(type(fault)):
-            start(tmp_path, detach=detach)
+            start(directory, detach=detach)
         assert stops == ([] if detach else ["furnish"])
 
 
 @pytest.mark.parametrize("fault", [FULL, CommandError("refused"), KeyboardInterrupt()])
 def test_a_start_that_fails_leaves_nothing_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: list[str], fault: BaseException
+    directory: Path, monkeypatch: pytest.MonkeyPatch, stops: list[str], fault: BaseException
 ) -> None:
     def fail(*_: Any) -> None:
         raise fault
 
     replace(monkeypatch, "control.launch", fail)
     with pytest.raises(type(fault)):
-        start(tmp_path)
+        start(directory)
     assert stops == ["launch"]

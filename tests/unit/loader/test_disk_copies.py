@@ -44,7 +44,7 @@ class Disk:
         self.copies = DiskCopies(cast(Sources, self), cast(Runs, self))
 
     @contextmanager
-    def whole(self, revision: str) -> Iterator[Any]:
+    def open_complete(self, revision: str) -> Iterator[Any]:
         yield self if self.is_here else None
 
     def wait_until_settled(self, weights_id: str) -> None:

@@ -117,8 +117,8 @@ def test_stopped_group_frees_both_devices(mesh: Roomy) -> None:
     mesh.json("sleep", "staged")
 
     def is_free() -> bool:
+        """True if both are free, and killed groups are no longer listed either."""
         [node] = [n for n in mesh.cluster()["nodes"] if n["node"] == "node-0"]
-        return [d["reserved_bytes"] for d in node["devices"]] == [0, 0]
+        return [d["reserved_bytes"] for d in node["devices"]] == [0, 0] and mesh.instances("staged") == []
 
     until(is_free, what="both devices are free")
-    assert mesh.instances("staged") == []

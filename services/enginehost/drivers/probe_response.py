@@ -28,15 +28,16 @@ class KeptOutput:
     async def keep(self, driver: Driver, client: Client) -> None:
         """Have the engine generate the output, unless it is kept already; no request may run.
 
-        After a cancellation it is still generated, and the next call waits for it.
+        After a cancellation it is still generated, and the next call uses it.
 
         Raises:
             EngineFailed: The engine generated no token.
         """
         if self._text is None:
-            if self._keeping is None or self._keeping.done():
-                self._keeping = asyncio.create_task(_generate_in_time(driver, client), name="output to keep")
-            self._text = await asyncio.shield(self._keeping)
+            keeping = self._keeping
+            if keeping is None or (keeping.done() and keeping.exception() is not None):
+                keeping = self._keeping = asyncio.create_task(_generate_in_time(driver, client), name="output to keep")
+            self._text = await asyncio.shield(keeping)
 
     async def compare(self, driver: Driver, client: Client) -> tuple[bool, float]:
         """Generate the output again.

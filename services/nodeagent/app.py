@@ -312,7 +312,7 @@ def _adopt(record: Record, loop: Loop, effects: EffectRunner, timelines: Timelin
         started = effects.processes.watch(instance.instance_id, instance.pid, instance.process_start)
         alive = started is not None
         instance = instance.model_copy(update={"process_start": started if alive else instance.process_start})
-    frozen = effects.is_frozen(instance.instance_id)
+    frozen = alive and effects.is_frozen(instance)
     error = explain_exit(instance.pid or 0, None, (None, None), log_path)
     log.info("adopted an instance", extra={"instance": instance.instance_id, "pid": instance.pid, "alive": alive})
     has_exited = instance.pid is not None and instance.is_shared and not alive

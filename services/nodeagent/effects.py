@@ -19,7 +19,7 @@ from services.nodeagent.adapters.publisher import Publisher
 from services.nodeagent.adapters.records import Records
 from services.nodeagent.adapters.timelines import Timelines
 from services.nodeagent.domain import events as e
-from services.nodeagent.domain.state import Process
+from services.nodeagent.domain.state import Instance, Process
 from services.nodeagent.engines.executors import Executors
 from services.nodeagent.engines.exits import explain_exit, prune_logs, reports_fault
 from services.nodeagent.engines.launcher import Launcher
@@ -159,9 +159,9 @@ class EffectRunner:
         """Return what an ended engine had computed; None: it is not known."""
         return read_charges(self._records.charges_path(instance_id), pid) if pid is not None else None
 
-    def is_frozen(self, instance_id: str) -> bool:
-        """True if the instance's processes are frozen."""
-        return self._suspender.cgroups.is_frozen(instance_id)
+    def is_frozen(self, instance: Instance) -> bool:
+        """True if a running instance's processes are frozen."""
+        return self._suspender.is_frozen(instance)
 
     def _spawn(self, what: str, instance_id: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._tasks.create_task(work, name=f"{what} {instance_id}")

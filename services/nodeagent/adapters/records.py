@@ -21,6 +21,7 @@ from services.nodeagent.domain.state import Instance
 from shared.contracts.base import Frozen
 from shared.contracts.phases import PhaseSpan
 from shared.errors import Conflict
+from shared.private import write_durably
 from shared.restart_records import recover_records, write_record
 
 log = logging.getLogger(__name__)
@@ -153,13 +154,9 @@ def read_boot_id() -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a rarely written file atomically; this may block for longer than `write_record`."""
-    temporary = path.with_suffix(path.suffix + ".new")
+    """Replace a rarely written file, which survives a power cut; this blocks for longer than `write_record`."""
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        temporary.replace(path)
+        write_durably(path, text.encode())
     except OSError as e:
         _log_failure(path, e)
 

@@ -4,6 +4,9 @@ They also find and measure them. Supports the freezers of cgroup v2 and v1.
 
 v2: `cgroup.freeze` and `cgroup.events`; SIGKILL reaches frozen processes. v1: `freezer.state`; a
 signal waits until the group is thawed.
+
+A container in v2 is frozen in the group that its container engine has made: its limits end with that
+group. In v1 the freezer has a hierarchy of its own, where groups have no limits.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.nodeagent.suspend import shared_memory
+from services.nodeagent.suspend.container_groups import can_freeze, find_container_group, list_processes
 from shared.errors import EngineFailed
 from shared.processes import descendants
 
@@ -88,6 +92,8 @@ class Cgroups:
         self._freezer = freezer
         self.reason = reason
         self._left: dict[str, set[int]] = {}
+        self._containers: dict[str, Path] = {}
+        """Groups of container engines, by instance."""
 
     @property
     def available(self) -> bool:
@@ -126,33 +132,60 @@ class Cgroups:
         except OSError as e:
             log.warning("failed to move a process into its control group", extra={"pid": pid, "error": str(e)})
 
-    def gather(self, instance_id: str, host: int, *, include_host: bool, others: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def gather(
+        self, instance_id: str, host: int, *, include_host: bool, others: tuple[int, ...] = (), in_container: bool = False
+    ) -> tuple[int, ...]:
         """Move `host`'s descendants and `others` into the group.
 
-        `host` itself too if it is the engine.
+        `host` itself too if it is the engine. Processes of a container stay where `find_container`
+        finds them.
 
         Returns:
             All pids of the engine.
         """
         found = [*descendants(host)[0 if include_host else 1 :], *others]
-        inside = set(self.pids(instance_id))
-        for pid in found:
-            if pid not in inside:
-                self.add(instance_id, pid)
+        if not (in_container and self.find_container(instance_id, others)):
+            inside = set(self.pids(instance_id))
+            for pid in found:
+                if pid not in inside:
+                    self.add(instance_id, pid)
         return tuple(sorted({p for p in (*found, *self.pids(instance_id)) if Path(f"/proc/{p}").exists()}))
+
+    def find_container(self, instance_id: str, pids: tuple[int, ...]) -> bool:
+        """Find the group that a container engine has made for these processes.
+
+        From now on it is the instance's group, if this process may freeze it.
+
+        Returns:
+            False if there is none, or an earlier agent has moved the processes into the instance's own.
+        """
+        group = self._find_container_group(instance_id, pids)
+        if group is None or (group != self._containers.get(instance_id) and not can_freeze(group, pids)):
+            self._containers.pop(instance_id, None)
+        else:
+            self._containers[instance_id] = group
+        return group is not None
+
+    def _find_container_group(self, instance_id: str, pids: tuple[int, ...]) -> Path | None:
+        mounts = [(mount, root) for kind, mount, root, _ in _mounts() if kind == "cgroup2"]
+        if self._root is None or self.version != FreezerV2.version or not mounts:
+            return None
+        group = find_container_group(pids, *mounts[0])
+        return group if group != self._directory(instance_id) else None
 
     def pids(self, instance_id: str) -> tuple[int, ...]:
         if self._root is None:
             return ()
         try:
-            return tuple(int(p) for p in (self._directory(instance_id) / "cgroup.procs").read_text().split())
+            return list_processes(self._group(instance_id))
         except OSError:
             return ()
 
     def list_outside(self, instance_id: str, pids: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of `pids` that run outside the group.
 
-        A delegated v2 group cannot take them from another group.
+        A delegated v2 group cannot take them from another group, and a container's group may belong to
+        another user.
         """
         inside = set(self.pids(instance_id))
         return tuple(p for p in pids if p not in inside and Path(f"/proc/{p}").exists())
@@ -176,13 +209,13 @@ class Cgroups:
         """Thaw the group's processes. No effect if they are not frozen."""
         if self._root is not None and self._freezer is not None:
             with contextlib.suppress(FileNotFoundError):
-                self._freezer.set_frozen(self._directory(instance_id), False)
+                self._freezer.set_frozen(self._group(instance_id), False)
 
     def is_frozen(self, instance_id: str) -> bool:
         if self._root is None or self._freezer is None:
             return False
         try:
-            return self._freezer.is_frozen(self._directory(instance_id))
+            return self._freezer.is_frozen(self._group(instance_id))
         except OSError:
             return False
 
@@ -210,7 +243,8 @@ class Cgroups:
         return self._left.pop(instance_id, set())
 
     def remove(self, instance_id: str) -> bool:
-        """Remove the group. False while it has a process."""
+        """Remove the group. False while it has a process. A container engine removes its own."""
+        self._containers.pop(instance_id, None)
         if self._root is None:
             return True
         try:
@@ -233,10 +267,13 @@ class Cgroups:
         assert self._root is not None
         return self._root / f"{_PREFIX}{self.scope}.{instance_id}"
 
+    def _group(self, instance_id: str) -> Path:
+        return self._containers.get(instance_id) or self._directory(instance_id)
+
     def _require_freezer(self, instance_id: str) -> tuple[Path, Freezer]:
         if self._root is None or self._freezer is None:
             raise EngineFailed(self.reason)
-        return self._directory(instance_id), self._freezer
+        return self._group(instance_id), self._freezer
 
 
 def open_cgroups(scope: str, version: int | None = None) -> Cgroups:

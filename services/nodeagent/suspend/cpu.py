@@ -68,6 +68,8 @@ class PageOut:
         left_out = self._cgroups.list_outside(target.instance_id, target.pids)
         if not left_out:
             return ""
+        if target.in_container:
+            return "the control group of its container belongs to another user, has other processes, or is not visible here"
         return f"its processes ({', '.join(map(str, left_out))}) cannot be moved into a control group by this user"
 
     async def suspend(self, target: Target) -> SuspendResult:

@@ -91,12 +91,22 @@ class Suspender:
         return tuple(found)
 
     def target(self, instance: Instance) -> Target:
-        """The engine with all its processes, moved into its control group. Blocking."""
+        """The engine with all its processes, which are moved into its control group.
+
+        Those of a container stay in the group of their container engine, where that has limits.
+        Blocking.
+        """
         spec = instance.command.card.spec
         hosted = spec.engine != "builtin"
         pids: tuple[int, ...] = ()
         if instance.pid is not None:
-            pids = self.cgroups.gather(instance.instance_id, instance.pid, include_host=not hosted, others=instance.engine_pids)
+            pids = self.cgroups.gather(
+                instance.instance_id,
+                instance.pid,
+                include_host=not hosted,
+                others=instance.engine_pids,
+                in_container=spec.container is not None,
+            )
         return Target(
             instance_id=instance.instance_id,
             engine=spec.engine,
@@ -108,6 +118,12 @@ class Suspender:
             moved_from=instance.suspend_state.moved_from,
             in_container=spec.container is not None,
         )
+
+    def is_frozen(self, instance: Instance) -> bool:
+        """True if a running instance's processes are frozen, by this agent or an earlier one."""
+        if instance.command.card.spec.container is not None:
+            self.cgroups.find_container(instance.instance_id, instance.engine_pids)
+        return self.cgroups.is_frozen(instance.instance_id)
 
     async def assess(self, instance: Instance) -> tuple[Outlook, int]:
         """The outlook of a suspension, and the memory that the engine holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,29 @@ def test_a_second_agent_with_the_same_state_is_refused(records: Records, tmp_pat
         pass
     with Records(tmp_path / "agent").hold_lock():
         pass
+
+
+def test_epoch_and_crashes_are_on_the_disk_before_they_replace_earlier_ones(
+    records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a name may otherwise lead to an empty file: every command would be accepted."""
+    synced: set[int] = set()
+    unsynced: list[str] = []
+    sync, rename = os.fsync, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        sync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def replace(self: Path, target: Path) -> Path:
+        unsynced.extend([target.name] if self.stat().st_ino not in synced else [])
+        synced.discard(target.parent.stat().st_ino)
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    for save in (lambda: records.save_epoch(4), lambda: records.save_crashes({"m": 1})):
+        save()
+        assert (tmp_path / "agent").stat().st_ino in synced, "the name"
+    assert unsynced == []
+    assert (records.load_epoch(), records.load_crashes()) == (4, {"m": 1})

@@ -178,11 +178,16 @@ class PartialModel:
     def remove(self) -> None:
         """Remove everything: the disk is full or unusable.
 
-        Other threads may still write. Their files are not made again.
+        Other threads may still write. Their files are not made again. The bytes are not there any more
+        for readers.
         """
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
             self._writes = False
-            shutil.rmtree(self._directory)
+            for fd in self._fds.values():
+                with contextlib.suppress(OSError):  # an open file keeps its blocks, and the load may take long
+                    os.ftruncate(fd, 0)
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self._directory)
 
     def close(self) -> None:
         with self._lock:

@@ -12,9 +12,10 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from shared.contracts.model_info import ModelInfo
 from shared.contracts.stages import weights_of
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 _MOST_PEERS = 4
 _PEER_S = 1.0
 """Seconds that a peer has to list the model's files, after the source has listed them."""
+_SOURCE_S = 5.0
+"""Seconds that the source has to list them, after a peer that has all of them has."""
 
 
 class Sources:
@@ -234,16 +237,17 @@ class Sources:
     def _open_places(self, source: str, revision: str) -> tuple[list[PeerTier], Tier | None]:
         """Open the peers that have the model, and the source.
 
-        All are asked at once. A peer that answers much later than the source is left out.
+        All are asked at once. A peer that answers much later than the source is left out, and so is
+        the source if a peer has answered that has all files.
 
         Returns:
-            The peers, and the source; None if it cannot be reached, but peers can.
+            The peers, and the source; None if it does not answer, but peers do.
         """
         offers = self._peers.offers(revision)[:_MOST_PEERS] if self._peers is not None else []
         asked = [_ask(PeerTier(o.node, o.url, o.token, source, revision, is_whole=o.is_whole)) for o in offers]
         tier, failure = None, None
         try:
-            tier = self.listed.take(revision) or self._check_listed(open_source(source), revision)
+            tier = self._open_source_beside(asked, source, revision)
         except Unavailable as e:
             failure = e
         except BaseException:
@@ -260,6 +264,32 @@ class Sources:
             _close(peers)
             raise failure
         return peers, tier
+
+    def _open_source_beside(self, peers: Sequence[Future[PeerTier | None]], source: str, revision: str) -> Tier:
+        """Open the source while peers are asked.
+
+        Raises:
+            Unavailable: It cannot be reached, or it does not answer, but a peer that has all files.
+        """
+        if not peers:
+            return self._open_listed(source, revision)
+        found: Future[Tier] = Future()
+
+        def work() -> None:
+            try:
+                found.set_result(self._open_listed(source, revision))
+            except BaseException as e:
+                found.set_exception(e)
+
+        threading.Thread(target=work, name="list-source", daemon=True).start()
+        if _wait_beside(found, peers):
+            return found.result()
+        log.warning("the source does not answer; reading from peers only", extra={"source": redact_url(source)})
+        _close_later(found)
+        raise Unavailable(f"{redact_url(source)} does not answer. Check the network and the proxy variables", should_retry=True)
+
+    def _open_listed(self, source: str, revision: str) -> Tier:
+        return self.listed.take(revision) or self._check_listed(open_source(source), revision)
 
     def _distrust(self, tier: Tier, file: TierFile) -> None:
         """Ask the peers that sent bytes of a damaged file no more for a while."""
@@ -324,12 +354,28 @@ def _ask(peer: PeerTier) -> Future[PeerTier | None]:
     return found
 
 
-def _close_later(asked: Future[PeerTier | None]) -> None:
-    """Close the peer when it has answered."""
+def _wait_beside(source: Future[Tier], peers: Sequence[Future[PeerTier | None]]) -> bool:
+    """Wait for the source to answer, a bounded time after a peer that has all files.
 
-    def close(future: Future[PeerTier | None]) -> None:
-        if future.exception() is None and (peer := future.result()) is not None:
-            peer.close()
+    Returns:
+        False: it has not answered.
+    """
+    pending = set[Future[Any]](peers)
+    while pending and not source.done():
+        done, pending = wait({source, *pending}, return_when=FIRST_COMPLETED)
+        if any(f.exception() is None and f.result() is not None and f.result().is_whole for f in done - {source}):
+            wait([source], _SOURCE_S)
+            return source.done()
+    wait([source])
+    return True
+
+
+def _close_later(asked: Future[Any]) -> None:
+    """Close the peer or the source when it has answered."""
+
+    def close(future: Future[Any]) -> None:
+        if future.exception() is None and (tier := future.result()) is not None:
+            tier.close()
 
     asked.add_done_callback(close)
 

@@ -31,7 +31,7 @@ from weights.cache.store import EntryRecord
 
 log = logging.getLogger(__name__)
 _PATH = re.compile(r"/models/(?P<revision>[0-9a-f]{8,64})(/(?P<name>.+))?")
-_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+_RANGE = re.compile(r"bytes=[ \t]*(?P<first>[0-9]{0,18})-(?P<last>[0-9]{0,18})[ \t]*", re.IGNORECASE)
 _CONNECTIONS = 64
 _IDLE_S = 60.0
 _SEND_BYTES = 1024 * 1024
@@ -150,9 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _listing(self, record: EntryRecord) -> None:
         data = record.model_dump_json().encode()
-        start, end = self._range(len(data))
-        self._head(start, end, len(data), "application/json")
-        self.wfile.write(data[start:end])
+        part = self._begin(len(data), "application/json")
+        self.wfile.write(data[part.start : part.stop])
 
     def _file(self, directory: Path, name: str) -> None:
         from weights.formats.root import check_inside
@@ -163,49 +162,64 @@ class _Handler(BaseHTTPRequestHandler):
         except (OSError, CheckpointInvalid):
             return self._send_empty(HTTPStatus.NOT_FOUND)
         with file:
-            size = os.fstat(file.fileno()).st_size
-            start, end = self._range(size)
-            if start >= size and size:
-                return self._send_empty(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
-            self._head(start, end, size, "application/octet-stream")
-            if end > start:
+            part = self._begin(os.fstat(file.fileno()).st_size, "application/octet-stream")
+            if part:
                 self.wfile.flush()
-                self.connection.sendfile(file, start, end - start)
+                self.connection.sendfile(file, part.start, len(part))
         return None
 
     def _send_resident(self, resident: ResidentFiles, name: str) -> None:
         """Send a file from host memory. The connection is cut if the weights leave it meanwhile."""
-        size = resident.size(name) or 0
-        start, end = self._range(size)
-        if start >= size and size:
-            return self._send_empty(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
-        self._head(start, end, size, "application/octet-stream")
-        buffer = memoryview(bytearray(min(_SEND_BYTES, max(0, end - start))))
-        while start < end:
-            part = buffer[: end - start]
-            if not resident.read(name, start, part):
+        part = self._begin(resident.size(name) or 0, "application/octet-stream")
+        buffer = memoryview(bytearray(min(_SEND_BYTES, len(part))))
+        for start in range(part.start, part.stop, _SEND_BYTES):
+            piece = buffer[: part.stop - start]
+            if not resident.read(name, start, piece):
                 self.close_connection = True
-                return None
-            self.wfile.write(part)
-            start += len(part)
-        return None
+                return
+            self.wfile.write(piece)
 
-    def _range(self, size: int) -> tuple[int, int]:
-        asked = _RANGE.fullmatch(self.headers.get("Range", ""))
-        if asked is None:
-            return 0, size
-        return int(asked[1]), min(size, int(asked[2]) + 1) if asked[2] else size
+    def _begin(self, size: int, kind: str) -> range:
+        """Send the head of a response with a file, or the part of it that was asked for.
 
-    def _head(self, start: int, end: int, size: int, kind: str) -> None:
-        partial = "Range" in self.headers
-        self.send_response(HTTPStatus.PARTIAL_CONTENT if partial else HTTPStatus.OK)
-        if partial:
-            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
-        self.send_header("Content-Length", str(end - start))
+        Returns:
+            The bytes to send; none if there is no such part.
+        """
+        # Without an ETag, the condition of If-Range is never true.
+        part = None if "If-Range" in self.headers else requested_range(self.headers.get("Range", ""), size)
+        if part is not None and not part:
+            self._send_empty(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, f"bytes */{size}")
+            return part
+        self.send_response(HTTPStatus.OK if part is None else HTTPStatus.PARTIAL_CONTENT)
+        if part is not None:
+            self.send_header("Content-Range", f"bytes {part.start}-{part.stop - 1}/{size}")
+        part = range(size) if part is None else part
+        self.send_header("Content-Length", str(len(part)))
         self.send_header("Content-Type", kind)
         self.end_headers()
+        return part
 
-    def _send_empty(self, status: HTTPStatus) -> None:
+    def _send_empty(self, status: HTTPStatus, content_range: str | None = None) -> None:
         self.send_response(status)
+        if content_range is not None:
+            self.send_header("Content-Range", content_range)
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+
+def requested_range(header: str, size: int) -> range | None:
+    """Return the bytes that a Range header names in a file of `size` bytes (RFC 9110, section 14).
+
+    Returns:
+        None for the whole file: the header is missing, invalid, of another unit or of several
+        ranges, or the file is empty. An empty range if the file has no such bytes.
+    """
+    found = _RANGE.fullmatch(header)
+    if found is None or size == 0:
+        return None
+    first, last = (int(found[name]) if found[name] else None for name in ("first", "last"))
+    if first is None:
+        return range(max(0, size - last), size) if last is not None else None
+    if last is not None and last < first:
+        return None
+    return range(min(first, size), size if last is None else min(size, last + 1))

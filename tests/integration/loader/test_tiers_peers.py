@@ -28,10 +28,14 @@ from tests.support.sources import sources_at
 from tests.unit.loader.checkpoints import tensors, write_checkpoint
 from tests.unit.loader.segments import assert_same
 from weights.cache.caching import CachingTier
+from weights.sources import sources as sources_module
 from weights.sources.failover import FailoverTier, SourcePlace
+from weights.sources.open import open_source
 from weights.sources.peers import Peers
 from weights.sources.sources import Sources
+from weights.tiers.http import HttpTier
 from weights.tiers.http_client import HttpClient
+from weights.tiers.port import Tier
 
 SHARD = "model-00001-of-00002.safetensors"
 OTHER = "other-node"
@@ -107,6 +111,34 @@ async def test_peer_replaces_an_unavailable_source(
     tier = ours.open(f"{server.url}/m", revision)
     assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
     settle(tier)
+
+
+async def test_peer_replaces_a_source_that_does_not_answer(
+    server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host drops packets: an attempt to connect takes ten seconds, and there are several."""
+    _, serving, revision = theirs
+    answers, closed, close = threading.Event(), threading.Event(), HttpTier.close
+
+    def hang(source: str) -> Tier:
+        answers.wait(60)
+        return open_source(source)
+
+    def close_and_note(tier: HttpTier) -> None:
+        close(tier)
+        closed.set()
+
+    monkeypatch.setattr(sources_module, "_SOURCE_S", 0.05)
+    monkeypatch.setattr(sources_module, "open_source", hang)
+    ours = sources_at(tmp_path / "ours", peers=await known(serving, revision))
+    tier = ours.open(f"{server.url}/m", revision)
+    assert not answers.is_set()
+    assert tier.link == "peer:there"
+    assert load(tier)[SHARD] == (server.directory / "m" / SHARD).read_bytes()
+    settle(tier)
+    monkeypatch.setattr(HttpTier, "close", close_and_note)
+    answers.set()
+    assert await asyncio.to_thread(closed.wait, 60), "the late source is not left open"
 
 
 async def test_source_replaces_a_peer_that_fails_during_the_read(

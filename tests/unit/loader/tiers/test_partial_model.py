@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 from pathlib import Path
@@ -66,6 +67,18 @@ def test_a_reader_gets_no_bytes_of_a_piece_that_another_one_found_damaged(tmp_pa
     second.start()
     second.join()
     assert found == [False, False]
+    partial.close()
+
+
+def test_space_of_a_removed_model_is_free_while_its_files_are_open(tmp_path: Path) -> None:
+    """The disk is full, and the load continues from the source."""
+    partial = open_partial(tmp_path / "m")
+    partial.write(FILE, 0, memoryview(_BYTES))
+    with (tmp_path / "m" / FILE.name).open("rb") as file:
+        partial.remove()
+        assert os.fstat(file.fileno()).st_blocks == 0
+    assert not (tmp_path / "m").exists()
+    assert not partial.read(FILE, 0, memoryview(bytearray(len(_BYTES))))
     partial.close()
 
 

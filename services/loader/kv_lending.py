@@ -136,7 +136,7 @@ class KvLending:
         lender = borrower.device.lender
         while borrower.is_open:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LACKING_POLL_S if lender.lacks(borrower.name) else None):
+                async with asyncio.timeout(_LACKING_POLL_S if lender.has_shortage(borrower.name) else None):
                     await borrower.changed.wait()
             borrower.changed.clear()
             if (demand := borrower.demand) is not None:

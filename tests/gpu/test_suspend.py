@@ -162,7 +162,7 @@ async def test_a_snapshot_is_restored_onto_another_gpu(device: CudaDevice, group
 
 async def test_a_snapshot_is_paged_out_and_restored(way: CudaCheckpoint, groups: Cgroups) -> None:
     """The test shows whether the driver keeps snapshots in pageable memory."""
-    if why := way.cannot_spill():
+    if why := way.explain_spill_unavailable():
         pytest.skip(why)
     with computing(groups, 512) as (process, target):
         before = process.ask()

@@ -210,7 +210,7 @@ class CachingTier:
     def _begin(self) -> None:
         """Choose a role: fetching, following or uncached."""
         try:
-            fill = self._cache.fill_lock(self.revision)
+            fill = self._cache.try_fill_lock(self.revision)
         except OSError as e:
             self._log_uncached(e)
             return
@@ -308,7 +308,7 @@ class CachingTier:
                 elif self._cache.get_partial_path(self.revision).exists():
                     self._replace_partial(self._open_partial(writes=False))
                     return True
-                fill = self._cache.fill_lock(self.revision)
+                fill = self._cache.try_fill_lock(self.revision)
             except OSError as e:
                 self._log_uncached(e)
                 return True

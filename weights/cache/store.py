@@ -172,7 +172,7 @@ class SsdCache:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def fill_lock(self, revision: str) -> FileLock | None:
+    def try_fill_lock(self, revision: str) -> FileLock | None:
         """Take the right to fetch a model; None if another load has it. Raises `OSError`."""
         return FileLock.take(self._locks / f"{check_revision(revision)}.fill")
 

@@ -199,7 +199,7 @@ class Lender:
         if lacking <= 0:
             self.end_shortage(borrower)
         elif self._short.get(borrower, (0, 0.0))[0] != lacking:
-            self.lack(borrower, lacking, self.device.now())
+            self.begin_shortage(borrower, lacking, self.device.now())
 
     def take_back(self, borrower: str, pages: Collection[int] | None = None) -> int:
         """Take back `pages` (None: all) that no process maps.
@@ -239,7 +239,7 @@ class Lender:
         with self.device.changed:
             return next(iter(self._turns), None) == borrower
 
-    def lacks(self, borrower: str) -> bool:
+    def has_shortage(self, borrower: str) -> bool:
         """True if the borrower has less than it is guaranteed and wants."""
         with self.device.changed:
             return borrower in self._short
@@ -265,11 +265,11 @@ class Lender:
         if excess < short or now - since >= _LOAD_WAITS_S:
             self.end_shortage(load)
             return False
-        self.lack(load, short, since)
+        self.begin_shortage(load, short, since)
         self.device.changed.wait(_LOAD_WAITS_S - (now - since))
         return True
 
-    def lack(self, name: str, pages: int, since: float = 0.0) -> None:
+    def begin_shortage(self, name: str, pages: int, since: float = 0.0) -> None:
         """Ask borrowers for `pages` that a load or borrower lacks. The caller has the lock."""
         self._short[name] = (pages, since)
         self.notify()

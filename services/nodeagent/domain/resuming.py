@@ -62,14 +62,14 @@ def on_resume(transition: Transition, event: ResumeCommand) -> None:
         transition.reply(event.reply)
     elif any(r.instance_id == instance.instance_id for r in transition.state.queue):
         transition.reply(event.reply)
-    elif why := cannot_move(instance, command.device_ids):  # 6
+    elif why := explain_immovable(instance, command.device_ids):  # 6
         transition.reply(event.reply, RestoreFailed(why))
     else:  # 7
         error = reserve_and_resume(transition, instance, command.wait_ms / 1000, command.priority, command.device_ids)
         transition.emit(Reply(event.reply, error))
 
 
-def cannot_move(instance: Instance, device_ids: tuple[str, ...]) -> str:
+def explain_immovable(instance: Instance, device_ids: tuple[str, ...]) -> str:
     """The reason why an instance cannot be restored onto these devices; empty if it can."""
     p = instance.suspend_state
     if not device_ids or device_ids == instance.command.device_ids:

@@ -52,7 +52,7 @@ class PageOut:
         return "; ".join(missing)
 
     def outlook(self, target: Target) -> Outlook:
-        why = self.explain_unavailable() or ("it runs on a GPU" if target.on_cuda else "") or self._cannot_freeze(target)
+        why = self.explain_unavailable() or ("it runs on a GPU" if target.on_cuda else "") or self._explain_unfreezable(target)
         if why:
             return Outlook(reason=why)
         now = memory.footprint(target.pids)
@@ -64,7 +64,7 @@ class PageOut:
             way="cpu", left_bytes=now.pss - (moved - now.swap), snapshot_bytes=moved, resume_s=self._estimates.resume_s(moved)
         )
 
-    def _cannot_freeze(self, target: Target) -> str:
+    def _explain_unfreezable(self, target: Target) -> str:
         left_out = self._cgroups.list_outside(target.instance_id, target.pids)
         if not left_out:
             return ""
@@ -80,7 +80,7 @@ class PageOut:
     def _suspend(self, target: Target) -> SuspendResult:
         begun = time.monotonic()
         try:
-            if why := self._cannot_freeze(target):
+            if why := self._explain_unfreezable(target):
                 raise EngineFailed(why)
             before = memory.footprint(target.pids)
             self._cgroups.freeze(target.instance_id)

@@ -271,7 +271,7 @@ class CudaCheckpoint:
         except OSError as e:
             raise RestoreFailed(f"The engine's control group cannot be thawed: {e}") from e
 
-    def cannot_spill(self) -> str:
+    def explain_spill_unavailable(self) -> str:
         """The reason why snapshots cannot be written to swap; empty if they can."""
         if memory.swap_space().total == 0:
             return "this machine has no swap (`thaw doctor --fix` sets it up)"
@@ -293,7 +293,7 @@ class CudaCheckpoint:
 
     def _spill(self, target: Target) -> int:
         try:
-            if why := self.cannot_spill():
+            if why := self.explain_spill_unavailable():
                 raise EngineFailed(why)
             before = memory.footprint(target.pids)
             if before.pss > memory.swap_space().free:

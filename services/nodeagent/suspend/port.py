@@ -106,7 +106,7 @@ class Spilling(Protocol):
 
     def explain_unavailable(self) -> str: ...
 
-    def cannot_spill(self) -> str:
+    def explain_spill_unavailable(self) -> str:
         """The reason why this node cannot; empty if it can. Blocking."""
         ...
 

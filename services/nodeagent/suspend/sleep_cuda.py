@@ -75,8 +75,8 @@ class SleepThenCheckpoint:
     async def resume(self, target: Target) -> None:
         await self._cuda.resume(target)
 
-    def cannot_spill(self) -> str:
-        return self._cuda.cannot_spill()
+    def explain_spill_unavailable(self) -> str:
+        return self._cuda.explain_spill_unavailable()
 
     async def spill(self, target: Target) -> int:
         """Move the snapshot, with weights in host memory, to swap."""

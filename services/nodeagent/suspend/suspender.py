@@ -185,7 +185,7 @@ class Suspender:
     def can_spill(self) -> bool:
         """True if snapshots in host memory can be written to swap. Blocking."""
         return any(
-            isinstance(way, Spilling) and not way.explain_unavailable() and not way.cannot_spill() for way in self._ways.values()
+            isinstance(way, Spilling) and not way.explain_unavailable() and not way.explain_spill_unavailable() for way in self._ways.values()
         )
 
     async def spill(self, instance: Instance, name: SuspendWay) -> int:

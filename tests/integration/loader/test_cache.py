@@ -299,7 +299,7 @@ def test_failed_source_releases_the_fill_lock(server: TierServer, cache: SsdCach
     with pytest.raises(Unavailable, match="500"):
         load(tier)
     tier.close()
-    lock = cache.fill_lock(tier.revision)
+    lock = cache.try_fill_lock(tier.revision)
     assert lock is not None
     lock.release()
 

@@ -57,7 +57,7 @@ def test_load_that_takes_over_from_another_process_keeps_to_the_budget(server: T
     """The other process may have found no room, too."""
     cache = SsdCache(tmp_path / "small", 1000)
     first = HttpTier(f"{server.url}/m", QUICK)
-    other = cache.fill_lock(first.revision)
+    other = cache.try_fill_lock(first.revision)
     first.close()
     assert other is not None
     tier = opened(server, cache)
@@ -97,7 +97,7 @@ def test_close_does_not_wait_while_a_load_that_takes_over_makes_room(
         assert not threads[1].is_alive()
         assert not cancelled.is_set(), "another loader still makes room"
     assert cancelled.wait(30)
-    fill = cache.fill_lock(second.revision)
+    fill = cache.try_fill_lock(second.revision)
     assert fill is not None, "a closed load keeps no lock"
     fill.release()
 
@@ -120,7 +120,7 @@ def test_failed_eviction_does_not_hide_the_model_from_a_load_that_begins(
                 found.append(cache.acquire(tier.revision))
             return lock
 
-    loading = cache.fill_lock(tier.revision)
+    loading = cache.try_fill_lock(tier.revision)
     assert loading is not None
     monkeypatch.setattr(store, "FileLock", Watched)
     assert not cache.remove(tier.revision)

@@ -37,7 +37,7 @@ def on_gpu(tree: Tree, groups: Cgroups) -> tuple[CudaCheckpoint, Target]:
 async def test_a_snapshot_is_spilled_and_restored_byte_for_byte(tree: Tree, groups: Cgroups) -> None:
     before = tree.digest()
     way, target = on_gpu(tree, groups)
-    assert way.cannot_spill() == ""
+    assert way.explain_spill_unavailable() == ""
     await way.suspend(target)
     least_before, most_before = bounds_of_pss(target.pids)
     freed = await way.spill(target)
@@ -58,5 +58,5 @@ async def test_snapshot_stays_in_host_memory_without_the_capability(
     with pytest.raises(CannotSuspend, match="lacks CAP_SYS_NICE"):
         await way.spill(target)
     monkeypatch.setattr(memory, "swap_space", lambda: memory.Swap(0, 0))
-    assert "no swap" in way.cannot_spill()
+    assert "no swap" in way.explain_spill_unavailable()
     await way.resume(target)

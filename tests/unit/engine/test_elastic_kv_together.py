@@ -191,7 +191,7 @@ class Load:
             found = reserve(device.pages, self.name, self.name, [Unit(self.name, 0, self.pages * PAGE_BYTES)], now, device.cost())
             with device.changed:
                 if found is None:
-                    lender.lack(self.name, self.pages - len(device.pages.free))
+                    lender.begin_shortage(self.name, self.pages - len(device.pages.free))
                     return True
                 device.pages = complete(found.store, [self.name])
                 lender.end_shortage(self.name)

@@ -167,11 +167,13 @@ class Cgroups:
         return group is not None
 
     def _find_container_group(self, instance_id: str, pids: tuple[int, ...]) -> Path | None:
-        mounts = [(mount, root) for kind, mount, root, _ in _mounts() if kind == "cgroup2"]
-        if self._root is None or self.version != FreezerV2.version or not mounts:
+        if self._root is None or self.version != FreezerV2.version:
             return None
-        group = find_container_group(pids, *mounts[0])
-        return group if group != self._directory(instance_id) else None
+        for kind, mount, root, _ in _mounts():
+            if kind == "cgroup2" and self._root.is_relative_to(mount):
+                group = find_container_group(pids, mount, root)
+                return group if group != self._directory(instance_id) else None
+        return None
 
     def pids(self, instance_id: str) -> tuple[int, ...]:
         if self._root is None:

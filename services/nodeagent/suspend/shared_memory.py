@@ -7,6 +7,7 @@ host and engine together, the reaper starts too late to see which segments the e
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Set
 from pathlib import Path
 
@@ -24,12 +25,17 @@ it.
 
 
 def find_mapped_inodes(pid: int) -> set[int]:
-    """Inodes of such segments that a process has mapped."""
+    """Inodes of such segments of this machine's that a process has mapped.
+
+    A container has a file system of its own at the same path, where other files have these numbers.
+    """
     found = set()
     with contextlib.suppress(OSError):
+        device = _DIRECTORY.stat().st_dev
+        number = f"{os.major(device):02x}:{os.minor(device):02x}"
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             fields = line.split(maxsplit=5)
-            if len(fields) > 5 and fields[5].startswith(_MAPPED):
+            if len(fields) > 5 and fields[3] == number and fields[5].startswith(_MAPPED):
                 found.add(int(fields[4]))
     return found
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from services.nodeagent.domain.state import Instance
+from services.nodeagent.suspend import shared_memory
 from services.nodeagent.suspend.cgroups import Cgroups, hierarchies, open_cgroups
 from services.nodeagent.suspend.cpu import PageOut
 from services.nodeagent.suspend.memory_usage import MemoryUsage
@@ -144,3 +145,26 @@ async def test_group_with_other_processes_than_the_container_is_not_frozen(group
             await PageOut(groups).suspend(Target("i", "vllm", ("cpu:0",), pids, in_container=True))
         assert "frozen 0" in (container.group / "cgroup.events").read_text()
         other.kill()
+
+
+MAPPING = """
+import sys
+from multiprocessing.shared_memory import SharedMemory
+segment = SharedMemory(create=True, size=4096)
+print("ready", flush=True)
+sys.stdin.read()
+segment.close()
+segment.unlink()
+"""
+
+
+@pytest.mark.parametrize("is_container", [False, True], ids=["this machine", "container"])
+def test_shared_memory_of_a_container_is_not_taken_for_that_of_this_machine(is_container: bool) -> None:
+    """Files of both have the same names and the same inode numbers."""
+    prefix = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"] if is_container else []
+    if is_container and (os.geteuid() != 0 or shutil.which("unshare") is None):
+        pytest.skip("needs root and unshare for a mount namespace")
+    with subprocess.Popen([*prefix, sys.executable, "-c", MAPPING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert bool(shared_memory.find_mapped_inodes(process.pid)) is not is_container

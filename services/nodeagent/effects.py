@@ -160,7 +160,7 @@ class EffectRunner:
         return read_charges(self._records.charges_path(instance_id), pid) if pid is not None else None
 
     def is_frozen(self, instance: Instance) -> bool:
-        """True if a running instance's processes are frozen."""
+        """True if a suspended instance's processes are as their suspension left them."""
         return self._suspender.is_frozen(instance)
 
     def _spawn(self, what: str, instance_id: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -246,7 +246,7 @@ class Adopted:
         instance: The recorded instance.
         alive: True if its process (same pid and start time) is running.
         error: Explains the exit if it is not.
-        frozen: True if its control group is frozen.
+        frozen: True if its processes are as its suspension left them.
         culprit: The instance for which an executor was computing when it exited.
         is_fault: True if the executor reported a fault of its own before it exited.
         charges: The last meters of an ended engine; None: they are not known.

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from services.nodeagent.domain.state import Instance, Outlook
 from services.nodeagent.domain.suspend_choice import choose
+from services.nodeagent.domain.suspending import IN_HOST_MEMORY
 from services.nodeagent.suspend import shared_memory
 from services.nodeagent.suspend.cgroups import Cgroups
 from services.nodeagent.suspend.memory_usage import MemoryUsage
@@ -120,7 +121,9 @@ class Suspender:
         )
 
     def is_frozen(self, instance: Instance) -> bool:
-        """True if a running instance's processes are frozen, by this agent or an earlier one."""
+        """True if a suspended instance's processes are as this agent or an earlier one has left them."""
+        if not self.cgroups.available:  # the driver keeps checkpointed processes until it restores them
+            return instance.suspend_state.outlook.way in IN_HOST_MEMORY
         if instance.command.card.spec.container is not None:
             self.cgroups.find_container(instance.instance_id, instance.engine_pids)
         return self.cgroups.is_frozen(instance.instance_id)

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
+from services.nodeagent.domain import events as e
 from services.nodeagent.suspend import suspender as module
 from services.nodeagent.suspend.cgroups import Cgroups, FreezerV2
 from services.nodeagent.suspend.memory_usage import MemoryUsage
 from services.nodeagent.suspend.suspender import Suspender
+from shared.contracts.node import InstanceState, SuspendWay
 from shared.errors import EngineFailed
 from shared.processes import MARK_VARIABLE, mark_of
+from tests.unit.nodeagent.world import ERROR, World
 
 _UNUSED: Any = None
 
@@ -70,3 +73,16 @@ def test_only_for_hosted_engines_are_marked_processes_searched(tmp_path: Path) -
         assert left.poll() is None, "only hosts mark processes"
         asyncio.run(suspender.on_ended("i"))
         assert left.wait(60) < 0
+
+
+@pytest.mark.parametrize(("way", "stays"), [("cuda", True), ("sleep_cuda", True), ("cpu", False)])
+def test_next_agent_leaves_checkpointed_engines_suspended_without_control_groups(way: SuspendWay, stays: bool) -> None:
+    """Their memory is that of others by now, and was booked a second time."""
+    record = World().suspended("a", left=10)
+    outlook = record.suspend_state.outlook.model_copy(update={"way": way})
+    record = record.model_copy(update={"suspend_state": record.suspend_state.model_copy(update={"outlook": outlook})})
+    suspender = Suspender({}, Cgroups("n", None, None), MemoryUsage({}), _UNUSED, 1.0)
+    new = World()
+    new.receive(e.Adopted(record, True, ERROR, suspender.is_frozen(record)))
+    assert (new["a"].state is InstanceState.SUSPENDED) is stays
+    assert (new.state.ledger.sum_reserved("cpu:0") == 10) is stays

@@ -178,8 +178,8 @@ class PartialModel:
     def remove(self) -> None:
         """Remove everything: the disk is full or unusable.
 
-        Other threads may still write. Their files are not made again. The bytes are not there any more
-        for readers.
+        Other threads may still write. Their files are not made again. Readers find no
+        bytes any more.
         """
         with self._lock:
             self._writes = False

@@ -154,7 +154,10 @@ def read_boot_id() -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a rarely written file, which survives a power cut; this blocks for longer than `write_record`."""
+    """Replace a rarely written file, which survives a power cut.
+
+    This blocks for longer than `write_record`.
+    """
     try:
         write_durably(path, text.encode())
     except OSError as e:

@@ -5,8 +5,8 @@ They also find and measure them. Supports the freezers of cgroup v2 and v1.
 v2: `cgroup.freeze` and `cgroup.events`; SIGKILL reaches frozen processes. v1: `freezer.state`; a
 signal waits until the group is thawed.
 
-A container in v2 is frozen in the group that its container engine has made: its limits end with that
-group. In v1 the freezer has a hierarchy of its own, where groups have no limits.
+A container in v2 is frozen in the group that its container engine has made: its limits end with
+that group. In v1 the freezer has a hierarchy of its own, where groups have no limits.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Cgroups:
         From now on it is the instance's group, if this process may freeze it.
 
         Returns:
-            False if there is none, or an earlier agent has moved the processes into the instance's own.
+            False if there is none, or an earlier agent has moved them to the instance's own group.
         """
         group = self._find_container_group(instance_id, pids)
         if group is None or (group != self._containers.get(instance_id) and not can_freeze(group, pids)):
@@ -186,8 +186,8 @@ class Cgroups:
     def list_outside(self, instance_id: str, pids: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of `pids` that run outside the group.
 
-        A delegated v2 group cannot take them from another group, and a container's group may belong to
-        another user.
+        A delegated v2 group cannot take them from another group, and a container's group may belong
+        to another user.
         """
         inside = set(self.pids(instance_id))
         return tuple(p for p in pids if p not in inside and Path(f"/proc/{p}").exists())

@@ -41,7 +41,7 @@ def can_freeze(group: Path, pids: Collection[int]) -> bool:
 
 
 def list_processes(group: Path) -> tuple[int, ...]:
-    """Return the processes of a group and of the groups below it. None if there is no such group."""
+    """Return the processes of a group, if it exists, and of the groups below it."""
     return tuple(sorted(pid for directory, _, _ in os.walk(group) for pid in _read_pids(Path(directory, "cgroup.procs"))))
 
 

@@ -121,7 +121,7 @@ class Suspender:
         )
 
     def is_frozen(self, instance: Instance) -> bool:
-        """True if a suspended instance's processes are as this agent or an earlier one has left them."""
+        """True if a suspended instance's processes are as their suspension left them."""
         if not self.cgroups.available:  # the driver keeps checkpointed processes until it restores them
             return instance.suspend_state.outlook.way in IN_HOST_MEMORY
         if instance.command.card.spec.container is not None:
@@ -188,7 +188,8 @@ class Suspender:
     def can_spill(self) -> bool:
         """True if snapshots in host memory can be written to swap. Blocking."""
         return any(
-            isinstance(way, Spilling) and not way.explain_unavailable() and not way.explain_spill_unavailable() for way in self._ways.values()
+            isinstance(way, Spilling) and not way.explain_unavailable() and not way.explain_spill_unavailable()
+            for way in self._ways.values()
         )
 
     async def spill(self, instance: Instance, name: SuspendWay) -> int:

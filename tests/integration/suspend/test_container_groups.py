@@ -5,6 +5,7 @@ It has the container's limits and accounts. A pid namespace in a group stands fo
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -134,7 +135,7 @@ def test_next_agent_finds_that_a_container_is_frozen(groups: Cgroups, container:
     assert not suspender(successor).is_frozen(instance(container.pids))
 
 
-async def test_group_with_other_processes_than_the_container_is_not_frozen(groups: Cgroups, container: Container) -> None:
+def test_group_with_other_processes_than_the_container_is_not_frozen(groups: Cgroups, container: Container) -> None:
     """A container engine without control groups leaves containers in its own group."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         (container.group / "cgroup.procs").write_text(str(other.pid))
@@ -142,7 +143,7 @@ async def test_group_with_other_processes_than_the_container_is_not_frozen(group
         assert container.is_inside()
         assert groups.list_outside("i", pids) == pids
         with pytest.raises(CannotSuspend, match="control group of its container"):
-            await PageOut(groups).suspend(Target("i", "vllm", ("cpu:0",), pids, in_container=True))
+            asyncio.run(PageOut(groups).suspend(Target("i", "vllm", ("cpu:0",), pids, in_container=True)))
         assert "frozen 0" in (container.group / "cgroup.events").read_text()
         other.kill()
 

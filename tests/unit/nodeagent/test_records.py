@@ -64,7 +64,7 @@ def test_a_second_agent_with_the_same_state_is_refused(records: Records, tmp_pat
 def test_epoch_and_crashes_are_on_the_disk_before_they_replace_earlier_ones(
     records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power cut a name may otherwise lead to an empty file: every command would be accepted."""
+    """After a power cut a name may otherwise lead to an empty file, as if no epoch were known."""
     synced: set[int] = set()
     unsynced: list[str] = []
     sync, rename = os.fsync, Path.replace

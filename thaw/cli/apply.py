@@ -13,7 +13,7 @@ from urllib.parse import quote
 from rich.console import Console
 
 from shared.contracts.admin import ModelsAdded
-from shared.contracts.keys import NewKey
+from shared.contracts.keys import KeyList, NewKey
 from shared.contracts.models import ModelSpec
 from shared.policies import DEFAULT_POLICY
 from thaw.cli.api import Api
@@ -112,11 +112,15 @@ def apply_keys(api: Api, home: Home, keys: tuple[NewKey, ...], out: Console) -> 
     before = _read_record(home, "keys")
     if not keys and not before:
         return
+    # If the reply is lost, only new keys are the file's: others may have been added by hand.
+    present = {key.name for key in KeyList.model_validate(api.request("GET", "/admin/v1/keys")).keys} if keys else set()
     left = set(before)
     try:
         for key in keys:
-            left.add(key.name)  # also if the reply is lost
+            if key.name not in present:
+                left.add(key.name)
             api.request("PUT", f"/admin/v1/keys/{quote(key.name, safe='')}", key.model_dump_json())
+            left.add(key.name)
         for name in sorted(before - {key.name for key in keys}):
             try:
                 api.request("DELETE", f"/admin/v1/keys/{quote(name, safe='')}")

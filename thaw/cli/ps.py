@@ -202,7 +202,9 @@ def show_models(out: Console, cluster: ClusterView, migrations: Sequence[Migrati
         if view.park is not None and view.park.state not in ("parked", "up"):
             out.print(park_line(view.card.spec.name, view.park))
         if view.error:
-            out.print(f"[red]{escape(view.card.spec.name)}: {escape(view.error)}[/]")
+            failure = f"{escape(view.card.spec.name)}: {escape(view.error)}"
+            is_served = any(i.state is InstanceState.READY for _, i in instances[view.card.spec.name])
+            out.print(f"[yellow]{failure} (another instance serves)[/]" if is_served else f"[red]{failure}[/]")
 
 
 def loads_of(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.contracts.admin import ModelsAdded
-from shared.contracts.keys import NewKey
+from shared.contracts.keys import ApiKey, KeyList, NewKey
 from shared.contracts.models import ModelSpec
 from thaw.cli.api import Api
 from thaw.cli.apply import apply_keys, apply_models
@@ -36,6 +36,8 @@ class FailingApi(Api):
 
     def request(self, method: str, path: str, *_: Any, **__: Any) -> Any:
         name = path.rpartition("/")[2]
+        if method == "GET":
+            return KeyList(keys=tuple(ApiKey(name=n, scope="inference", created=0) for n in sorted(self.keys))).model_dump()
         if method == "PUT":
             self.keys.add(name)
             self._refuse(name)  # its reply is lost
@@ -95,6 +97,16 @@ def test_a_model_is_removed_though_the_command_that_added_it_failed(home: Home, 
     apply_models(api, home, (model("last"),), MUTE)
     assert api.models == {"last"}
     assert json.loads((home.root / "declared.json").read_text()) == {"models": ["last"]}
+
+
+def test_a_key_added_by_hand_outlives_a_file_that_failed_to_change_it(home: Home) -> None:
+    api = FailingApi("mine")
+    api.keys = {"mine"}
+    with pytest.raises(CommandError):
+        apply_keys(api, home, (key("mine"), key("new")), MUTE)
+    api.fails = ""
+    apply_keys(api, home, (key("last"),), MUTE)
+    assert api.keys == {"mine", "last"}
 
 
 def test_a_model_registered_by_hand_outlives_a_file_that_was_refused(home: Home) -> None:

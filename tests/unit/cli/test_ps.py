@@ -56,6 +56,18 @@ def test_tables_list_instances_with_memory_and_full_errors() -> None:
     assert "512 MiB" in text
 
 
+@pytest.mark.parametrize(("state", "is_served"), [(InstanceState.READY, True), (InstanceState.LOADING, False)])
+def test_a_failed_start_is_no_failure_of_a_model_that_is_served(state: InstanceState, is_served: bool) -> None:
+    node = NodeView(node="n", alive=True, instances=(instance(state),))
+    file = io.StringIO()
+    show_models(
+        Console(file=file, width=140),
+        ClusterView(scheduler="s", epoch=1, models=(VIEW.model_copy(update={"error": "boom"}),), nodes=(node,)),
+    )
+    assert ("m: boom (another instance serves)" in file.getvalue()) is is_served
+    assert "m: boom" in file.getvalue()
+
+
 def test_instances_of_a_running_migration_are_marked() -> None:
     node = NodeView(node="n", alive=True, instances=(instance(InstanceState.READY), instance(InstanceState.DRAINING)))
     there = DONE.model_copy(

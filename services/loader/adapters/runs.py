@@ -28,7 +28,10 @@ from weights.transfer.link_queue import Order
 from weights.transfer.links import Links
 
 log = logging.getLogger(__name__)
-_AT_ONCE = 16
+_AT_ONCE = 256
+"""Loads at once. Most of them wait: for their source, for memory, or for a link, whose threads read
+for all.
+"""
 _SPEEDS_KEPT = 8
 
 

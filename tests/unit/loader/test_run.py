@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from services.loader.adapters import run as module
 from services.loader.adapters.cards import minimal_card
 from services.loader.adapters.progress import Progress
 from services.loader.adapters.run import Run, RunContext, Threads
+from services.loader.adapters.runs import Runs
 from services.loader.domain.effects import StartRun
 from services.loader.domain.events import Event, LaidOut
 from tests.unit.loader.checkpoints import write_checkpoint
@@ -58,4 +60,22 @@ def test_request_during_the_layout_of_a_prefetch_raises_its_priority(tmp_path: P
         run.close()
         progress.close()
         links.close()
+        pool.close()
+
+
+def test_loads_that_wait_for_memory_do_not_keep_others_from_starting(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    sources = Sources(SsdCache(tmp_path / "cache", 0), (tmp_path / "small",))
+    card, pool = minimal_card(sources, str(tmp_path / "m")), PoolMemory(None, CHUNK_BYTES)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    runs = Runs(pool, sources, events.put, Threads(1, 1))
+    try:
+        for run in range(40):
+            runs.start(StartRun(f"w{run}", run, card))
+        waiting: set[int] = set()
+        while len(waiting) < 40:
+            if isinstance(event := events.get(timeout=60), LaidOut):
+                waiting.add(event.run)
+    finally:
+        runs.close()
         pool.close()

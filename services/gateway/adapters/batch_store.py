@@ -31,6 +31,11 @@ LEASE = "runner"
 LEASE_S = 5.0
 RENEW_S = 1.5
 _MAX_CONFLICTS = 50
+_MAX_UNCONFIRMED = 3
+"""Writes of one change that NATS may leave unconfirmed."""
+_CONFIRM_S = 10.0
+"""Time to find out whether an unconfirmed write was made."""
+_RETRY_S = 0.2
 _FULL = "The store of batches is full. Delete files, or wait until some expire"
 
 
@@ -83,8 +88,7 @@ class BatchStore:
 
     async def read(self, owner: str) -> OwnerState:
         """Return the files and batches of a key; expired files are not among them."""
-        with errors_as_unavailable():
-            state, _ = await self._get(owner)
+        state, _ = await self._read_within(owner, 0.0)
         return expire_files(state, int(time.time()))
 
     async def change(self, owner: str, change: Callable[[OwnerState], OwnerState]) -> OwnerState:
@@ -92,30 +96,41 @@ class BatchStore:
 
         The content of files that are no longer in it is removed. Raises the exceptions of `change`.
 
+        Args:
+            owner: The key.
+            change: Makes the next record. It may get a record that has its change already, which it
+                returns unchanged: NATS has made a write that it did not confirm.
+
         Raises:
             StoreFull: There is no room for the record.
         """
         lock = self._locks.setdefault(owner, asyncio.Lock())
         async with lock:
+            files: set[str] = set()
+            unconfirmed: list[OwnerState] = []
             for _ in range(_MAX_CONFLICTS):
-                with errors_as_unavailable():
-                    before, revision = await self._get(owner)
-                after = change(expire_files(before, int(time.time())))
-                if after == before:
-                    return after
-                try:
-                    with errors_as_unavailable(), full_as(_FULL):
-                        await (await self._open()).update(
-                            owner, after.model_dump_json(exclude_defaults=True).encode(), last=revision
-                        )
-                except Unavailable as e:
-                    if isinstance(e.__cause__, KeyWrongLastSequenceError):
+                before, revision = await self._read_within(owner, _CONFIRM_S if unconfirmed else 0.0)
+                files |= {file.id for file in before.files}
+                after = before if before in unconfirmed else change(expire_files(before, int(time.time())))
+                if after != before:
+                    try:
+                        await self._write(owner, after, revision)
+                    except Unavailable as e:
+                        if isinstance(e.__cause__, KeyWrongLastSequenceError):
+                            continue
+                        if not isinstance(e.__cause__, TimeoutError) or len(unconfirmed) >= _MAX_UNCONFIRMED:
+                            raise
+                        unconfirmed.append(after)  # a client that repeats its request would make a second batch
                         continue
-                    raise
-                for removed in {file.id for file in before.files} - {file.id for file in after.files}:
+                for removed in files - {file.id for file in after.files}:
                     await self._remove_content(owner, removed)
                 return after
         raise Unavailable("Other gateways change the files of this API key too often. Repeat the request", should_retry=True)
+
+    async def _write(self, owner: str, state: OwnerState, revision: int) -> None:
+        """Replace the record, if it still has the revision."""
+        with errors_as_unavailable(), full_as(_FULL):
+            await (await self._open()).update(owner, state.model_dump_json(exclude_defaults=True).encode(), last=revision)
 
     async def _remove_content(self, owner: str, file_id: str) -> None:
         """Remove the content of a file that is no longer in the record; a failure is logged."""
@@ -123,6 +138,18 @@ class BatchStore:
             await self._files.remove(owner, file_id)
         except Unavailable as e:  # the change is made, and the content expires by itself
             log.warning("failed to remove the content of a file", extra={"file": file_id, "error": e.message})
+
+    async def _read_within(self, owner: str, within_s: float) -> tuple[OwnerState, int]:
+        """Read a record and its revision, again for so many seconds while NATS does not answer."""
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                with errors_as_unavailable():
+                    return await self._get(owner)
+            except Unavailable:
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
 
     async def _get(self, entry: str) -> tuple[OwnerState, int]:
         try:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import SecretStr
 
 from services.gateway.adapters.batch_store import BatchStore
 from services.gateway.adapters.file_store import FileStore
@@ -27,6 +28,7 @@ from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, unt
 from tests.integration.gateway.gateway_process import answers, spawn
 from tests.support.fake_engine import WORDS, FakeNode, Run, hang, speak
 from tests.support.nats_accounts import NatsAccount
+from tests.support.nats_relay import NatsRelay
 from tests.support.servers import NatsServer
 
 TEXT = "".join(WORDS)
@@ -350,6 +352,18 @@ async def test_batch_survives_the_death_of_nats(own_nats: NatsServer, client: op
     assert batch.status == "completed"
     found = await results(client, batch.output_file_id)
     assert [one["custom_id"] for one in found] == [f"r{i}" for i in range(60)]
+
+
+@pytest.mark.own_nats_server
+async def test_a_batch_whose_confirmation_is_lost_is_made_once(own_nats: NatsServer, node: FakeNode, serve: ServeFn) -> None:
+    relay = NatsRelay(own_nats)
+    async with relay.serving(), serve(nats_url=SecretStr(relay.url)) as gateway, openai_client(gateway) as client:
+        await until_listed(gateway, CARDS)
+        file = await client.files.create(file=("in.jsonl", jsonl(line(0))), purpose="batch")
+        relay.break_at(f'"stream":"KV_{subjects.BATCHES_BUCKET}"'.encode(), "close")
+        made = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        assert relay.broken.is_set()
+        assert [found.id for found in (await client.batches.list()).data] == [made.id]
 
 
 async def test_an_upload_is_kept_if_an_expired_file_cannot_be_removed(node: FakeNode) -> None:

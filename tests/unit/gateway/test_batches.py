@@ -92,6 +92,12 @@ def test_batch_needs_a_file_of_its_purpose_and_room() -> None:
         add_batch(OwnerState(files=(file(size_bytes=101),)), BATCH, BOUNDS)
 
 
+def test_files_and_batches_that_a_key_has_are_not_added_again() -> None:
+    state = add_batch(add_file(OwnerState(), file(), BOUNDS), BATCH, BOUNDS)
+    state = add_file(state, file("g", 90), BOUNDS)  # the bounds leave no room for more
+    assert add_batch(state, BATCH, BOUNDS) == add_file(state, file(), BOUNDS) == state
+
+
 def test_oldest_ended_batch_is_forgotten() -> None:
     ended = [BATCH.model_copy(update={"id": name, "status": "failed"}) for name in ("1", "2")]
     state = add_batch(OwnerState(files=(file(),), batches=tuple(ended)), BATCH, BOUNDS)

@@ -96,7 +96,9 @@ def check_room(state: OwnerState, more_bytes: int, bounds: OwnerBounds) -> None:
 
 
 def add_file(state: OwnerState, file: StoredFile, bounds: OwnerBounds) -> OwnerState:
-    """Add an uploaded file. Raises as `check_room`."""
+    """Add an uploaded file, unless the key has it already. Raises as `check_room`."""
+    if any(other.id == file.id for other in state.files):
+        return state
     check_room(state, file.size_bytes, bounds)
     return state.model_copy(update={"files": (*state.files, file)})
 
@@ -115,7 +117,7 @@ def remove_file(state: OwnerState, file_id: str) -> OwnerState:
 
 
 def add_batch(state: OwnerState, batch: Batch, bounds: OwnerBounds) -> OwnerState:
-    """Add a batch, and remove the oldest ended batches beyond the bound.
+    """Add a batch that the key does not have; remove the oldest ended batches beyond the bound.
 
     Raises:
         NotFound: The input file does not exist.
@@ -123,6 +125,8 @@ def add_batch(state: OwnerState, batch: Batch, bounds: OwnerBounds) -> OwnerStat
         QueueFull: The key has as many active batches as it may have.
         PayloadTooLarge: There is no room for the batch's results.
     """
+    if any(other.id == batch.id for other in state.batches):
+        return state
     if state.file(batch.input_file_id).purpose != "batch":
         raise InvalidRequest("The input file must have the purpose 'batch'", param="input_file_id")
     active = sum(other.is_active for other in state.batches)

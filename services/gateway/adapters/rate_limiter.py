@@ -1,7 +1,9 @@
 """Admission of requests by the limits of their API keys, over all gateways together.
 
 The gateway that owns a key keeps its budget. Other gateways lease from it, ahead of their requests,
-so that few requests wait for a message. A gateway that does not answer owns nothing any more.
+so that few requests wait for a message. A gateway that does not answer owns nothing any more. A
+gateway without a connection to NATS knows of no other one whether it lives: it admits its equal
+share of each limit until it is connected again.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from shared.contracts.keys import ApiKey, KeyLimits
 from shared.contracts.limits import PRESENCE_INTERVAL_S, GatewayPresent, LeaseLimits, LimitsLeased
 from shared.errors import DeadlineExceeded, RateLimitExceeded, ThawError, Unreachable
 from shared.messaging import Mesh
+from shared.messaging.connection import PROBE_WITHIN_S, Connection
 
 log = logging.getLogger(__name__)
 LEASE_LIMITS: TypeAdapter[LeaseLimits] = TypeAdapter(LeaseLimits)
@@ -121,21 +124,22 @@ class RateLimiter:
         lease = self._leases.get(key.name)
         if lease is None:
             lease = self._leases[key.name] = Lease()
-        if key.tokens_per_minute is not None:
-            tokens = min(tokens, float(key.tokens_per_minute))
         for _ in range(_MAX_ASKS):
             now = time.monotonic()
-            owner = self._members.owner(key.name)
-            if lease.admit(key, tokens, owner, now):
-                return Admitted(lease, tokens, self._headers(key, lease))
+            limits, owner = key, self._members.owner(key.name)
+            if owner != self._id and not self._mesh.is_connected:
+                limits, owner = share_of(key, len(self._members)), self._id
+            need = tokens if limits.tokens_per_minute is None else min(tokens, float(limits.tokens_per_minute))
+            if lease.admit(limits, need, owner, now):
+                return Admitted(lease, need, self._headers(limits, lease))
             if owner != self._id and now < lease.denied_until:
                 raise self._refusal(key, lease)
             if owner == self._id:
-                self._ask_itself(key, lease, tokens, now)
+                self._ask_itself(limits, lease, need, now)
             else:
-                await self._ask(key, lease, tokens, owner)
+                await self._ask(key, lease, need, owner)
             if time.monotonic() < lease.denied_until:
-                raise self._refusal(key, lease)
+                raise self._refusal(limits, lease)
         raise self._refusal(key, lease)
 
     def _ask_itself(self, key: ApiKey, lease: Lease, tokens: float, now: float) -> None:
@@ -147,12 +151,12 @@ class RateLimiter:
         lock = self._asking.setdefault(key.name, asyncio.Lock())
         before = lease.asked_at
         async with lock:
-            if lease.asked_at != before or self._members.owner(key.name) != owner:
-                return  # another request has asked meanwhile, or found that the owner is gone
+            if lease.asked_at != before or self._members.owner(key.name) != owner or not self._mesh.is_connected:
+                return  # another request has asked meanwhile, or found that the owner or the connection is gone
             await self._request(key, lease, lease.ask(self._id, key, tokens), owner)
 
     async def _request(self, key: ApiKey, lease: Lease, ask: LeaseLimits, owner: str, *, is_renewal: bool = False) -> None:
-        asked_at = time.monotonic()
+        asked_at, reconnections = time.monotonic(), self._mesh.reconnections
         message = ask.model_copy(update={"key": key.name})
         try:
             answer = await self._mesh.request(subjects.gateway_limits(owner), message, LimitsLeased)
@@ -164,6 +168,8 @@ class RateLimiter:
                     "this gateway was paused while another one answered about limits", extra={"other": owner, "late_s": late_s}
                 )
                 return
+            if isinstance(e, DeadlineExceeded) and not await self._has_been_connected(reconnections):
+                return
             log.info("a gateway does not answer about limits", extra={"other": owner, "error": e.message})
             self._members.remove(owner)
             self._spared.discard(owner)
@@ -172,6 +178,10 @@ class RateLimiter:
         else:
             self._spared.discard(owner)
             lease.accept_answer(answer, owner, asked_at, time.monotonic(), is_renewal=is_renewal)
+
+    async def _has_been_connected(self, reconnections: int) -> bool:
+        """Return whether this gateway's own connection works, and has not been opened again."""
+        return self._mesh.reconnections == reconnections and await self._mesh.probe(PROBE_WITHIN_S)
 
     def _budget(self, name: str) -> KeyBudget:
         budget = self._budgets.get(name)
@@ -210,6 +220,7 @@ class RateLimiter:
 
     async def run(self) -> None:
         """Announce this gateway and renew its leases until cancelled, while any key has limits."""
+        connection = Connection(self._mesh)
         await self.announce()
         was_needed, interval_s = False, min(PRESENCE_INTERVAL_S, RENEW_S)
         while True:
@@ -218,9 +229,11 @@ class RateLimiter:
             now, is_needed = time.monotonic(), any(map(is_limited, self._keys.list_keys()))
             if is_needed:
                 await self.announce()
-                if not was_needed or now - slept_at > interval_s + _PAUSED_S:
+                connected_since = await connection.find_start(probe=self._members.has_silent(now))
+                if not was_needed or now - slept_at > interval_s + _PAUSED_S or connected_since is None:
                     self._members.touch(now)
-                self._members.expire(now)
+                else:
+                    self._members.expire(now, connected_since)
             was_needed = is_needed
             await self._renew(now)
 
@@ -240,6 +253,8 @@ class RateLimiter:
             if owner == self._id:
                 self._give_back(lease, key, self._budget(name), now)
                 continue
+            if not self._mesh.is_connected:
+                continue
             async with self._asking.setdefault(name, asyncio.Lock()):
                 ask = lease.renewal(self._id, key, time.monotonic(), is_owner=False)
                 if ask.releases:
@@ -249,6 +264,13 @@ class RateLimiter:
                     lease.answer = None
         for name in [n for n, budget in self._budgets.items() if budget.is_idle(now)]:
             del self._budgets[name]
+
+
+def share_of(key: ApiKey, gateways: int) -> ApiKey:
+    """Return a key with one gateway's equal share of its limits, at least 1 of each."""
+    limits = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
+    given = {name: limit for name in limits if (limit := getattr(key, name)) is not None}
+    return key.model_copy(update={name: max(1, limit // gateways) for name, limit in given.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ from tests.integration.gateway.conftest import CARDS, Served, ServeFn, chat, unt
 from tests.support.fake_engine import FakeNode, hang
 from tests.support.mesh_client import connected_mesh
 from tests.support.nats_accounts import NatsAccount
+from tests.support.nats_link import linked
+from tests.support.nats_relay import NatsRelay
+from tests.support.servers import NatsServer
 
 ASK: dict[str, Any] = {"model": "alpha", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -128,6 +131,59 @@ async def test_a_pause_of_this_process_gives_its_keys_no_second_budget(
         for limiter in (own, other):
             with pytest.raises(RateLimitExceeded):
                 await limiter.admit(key, 1.0)
+
+
+async def _count_admitted(limiter: RateLimiter, key: ApiKey) -> int:
+    """Send requests until one is refused."""
+    for count in itertools.count():
+        try:
+            await limiter.admit(key, 1.0)
+        except RateLimitExceeded:
+            return count
+    raise AssertionError
+
+
+@pytest.mark.own_nats_server
+@pytest.mark.parametrize("is_half_open", [False, True], ids=["lost", "half-open"])
+async def test_a_gateway_without_nats_admits_its_share_of_a_limit(own_nats: NatsServer, tmp_path: Path, is_half_open: bool) -> None:
+    relay = NatsRelay(own_nats)
+    async with (
+        relay.serving(),
+        linked(own_nats) as link,
+        connected_mesh(own_nats) as direct,
+        connected_mesh(NatsAccount(relay.url if is_half_open else link.url)) as mesh,
+    ):
+        own, other = (RateLimiter(m, name, KeyStore(KeyMarker(tmp_path))) for m, name in ((mesh, "own"), (direct, "other")))
+        await direct.respond(subjects.gateway_limits("other"), LEASE_LIMITS, other.on_lease).start()
+        await direct.flush()
+        await own.on_presence(GatewayPresent(gateway="other"))
+        key = ApiKey(name=_key_owned_in_order("other", "own"), created=0, requests_per_minute=8)
+        await own.admit(key, 1.0)
+
+        async def is_away() -> bool:
+            return not mesh.is_connected
+
+        async def is_back() -> bool:
+            return mesh.is_connected
+
+        if is_half_open:
+            relay.up.clear()
+        else:
+            await link.cut()
+            await until(is_away)
+        assert await _count_admitted(own, key) == 4
+        if is_half_open:
+            relay.up.set()
+        else:
+            await link.open()
+        await until(is_back)
+        # The owner counts what was admitted without it: three of eight are left.
+        began, admitted = time.monotonic(), 0
+        async with asyncio.timeout(60):
+            while not admitted:
+                admitted = await _count_admitted(own, key)
+                await asyncio.sleep(0.05)  # a refusal is repeated for a moment without a question to the owner
+        assert 3 <= admitted <= 4 + (time.monotonic() - began) * 8 / 60
 
 
 def _key_owned_in_order(*gateways: str) -> str:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.adapters.rate_limiter import format_reset
+from services.gateway.adapters.rate_limiter import format_reset, share_of
 from services.gateway.domain.limits.estimate import estimate_tokens
 from services.gateway.domain.limits.key_budget import LEASE_S, KeyBudget
 from services.gateway.domain.limits.lease import VALID_S, Lease
 from services.gateway.domain.limits.members import SILENT_S, Members
 from services.gateway.domain.limits.token_bucket import TokenBucket
-from shared.contracts.keys import KeyLimits
+from shared.contracts.keys import ApiKey, KeyLimits
 from shared.contracts.openai import ChatCompletionRequest
 from tests.support.examples import examples
 
@@ -176,7 +176,7 @@ def test_only_keys_of_a_gateway_that_is_added_or_removed_change_their_owner() ->
     after = {key: one.owner(key) for key in keys}
     assert {after[k] for k in keys if after[k] != before[k]} == {"c"}
     one.on_presence("b", SILENT_S)
-    one.expire(SILENT_S + 1)
+    one.expire(SILENT_S + 1, 0.0)
     assert {key: one.owner(key) for key in keys} == before
 
 
@@ -184,10 +184,27 @@ def test_after_a_pause_no_gateway_is_silent_yet() -> None:
     members = Members("a")
     members.on_presence("b", 0.0)
     members.touch(9.0)  # b's announcements wait to be read
-    members.expire(9.0 + SILENT_S)
+    members.expire(9.0 + SILENT_S, 0.0)
     assert len(members) == 2
-    members.expire(9.1 + SILENT_S)
+    members.expire(9.1 + SILENT_S, 0.0)
     assert len(members) == 1
+
+
+def test_silence_counts_since_the_own_connection_works() -> None:
+    members = Members("a")
+    members.on_presence("b", 0.0)
+    assert not members.has_silent(SILENT_S)
+    assert members.has_silent(20.0)
+    members.expire(20.0, 18.0)
+    assert len(members) == 2
+    members.expire(18.1 + SILENT_S, 18.0)
+    assert len(members) == 1
+
+
+def test_a_share_of_a_limit_is_never_zero() -> None:
+    key = ApiKey(name="ci", created=0, requests_per_minute=100, concurrent_requests=2)
+    share = share_of(key, 3)
+    assert (share.requests_per_minute, share.concurrent_requests, share.tokens_per_minute) == (33, 1, None)
 
 
 def test_a_token_bucket_refills_to_its_capacity() -> None:

@@ -38,9 +38,18 @@ class Members:
         """None is silent yet: announcements begin, or those of the last seconds were not read."""
         self._seen = dict.fromkeys(self._seen, now)
 
-    def expire(self, now: float) -> None:
-        """Remove silent gateways."""
-        for gateway in [g for g, seen_at in self._seen.items() if now - seen_at > SILENT_S]:
+    def has_silent(self, now: float) -> bool:
+        """True if `expire` may find a silent gateway."""
+        return any(now - seen_at > SILENT_S for seen_at in self._seen.values())
+
+    def expire(self, now: float, connected_since: float) -> None:
+        """Remove silent gateways.
+
+        Args:
+            now: Monotonic seconds.
+            connected_since: Time since which announcements can arrive here.
+        """
+        for gateway in [g for g, seen_at in self._seen.items() if now - max(seen_at, connected_since) > SILENT_S]:
             self.remove(gateway)
 
     def owner(self, key: str) -> str:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from services.gateway.adapters.usage_spool import UsageSpool, open_spools
+from services.gateway.adapters.usage_spool import UsageSpool, open_own_spool, open_spools
 from services.gateway.domain.followed_usage import FollowedUsage, find_followed
 from services.gateway.domain.limits.spending import Unreported
 from services.gateway.domain.open_usage import OpenUsage, ended_line, find_lost
@@ -34,6 +34,8 @@ _MAX_UNREPORTED_BYTES = 64 << 20
 """Beyond it records are dropped: some hundred thousand requests without a scheduler."""
 _ROTATE_BYTES = 4 << 20
 _ROTATE_S = 3_600.0
+_REOPEN_S = 60.0
+"""A spool in memory is replaced by a file after so long, if one can be made."""
 _SUMMED_AT_ONCE = 256
 """Records: so many at once take less time than one by one."""
 OPEN_INTERVAL_S = 0.5
@@ -86,12 +88,14 @@ class UsageMeter:
         self._failures = LogRateLimit()
 
     def open(self) -> None:
-        """Open the spools. Blocks; without a writable directory no request is metered."""
+        """Open the spools. Blocks. Without a writable directory the own spool is in memory."""
+        name = f"{self._id}-{self._number}"
         try:
-            self._own, self._adopted = open_spools(self._directory, f"{self._id}-{self._number}")
+            self._own, self._adopted = open_spools(self._directory, name)
         except OSError as e:
-            log.error("failed to open the usage spool; requests are not metered", extra={"error": str(e)})
-            return
+            self._own = self._open_in_memory(name, e)
+            if self._own is None:
+                return
         self._opened_at = time.monotonic()
         spools = {spool: _read_whole(spool) for spool in (self._own, *self._adopted)}
         for spool, data in spools.items():
@@ -103,6 +107,18 @@ class UsageMeter:
         if self._adopted:
             log.info("adopted usage spools of ended gateways", extra={"spools": len(self._adopted)})
             self._has_records.set()
+
+    def _open_in_memory(self, name: str, cause: OSError) -> UsageSpool | None:
+        """Make a spool in memory because of `cause`; None if that fails too."""
+        try:
+            spool = UsageSpool.in_memory(name)
+        except OSError as e:
+            log.error("failed to open the usage spool; requests are not metered", extra={"error": str(e)})
+            return None
+        if self._failures.allows("memory"):
+            message = "failed to open the usage spool; what the ledger does not have yet is lost if this gateway is killed"
+            log.error(message, extra={"directory": str(self._directory), "error": str(cause)})
+        return spool
 
     @staticmethod
     def _append_lost(spool: UsageSpool, data: bytes) -> None:
@@ -269,15 +285,20 @@ class UsageMeter:
 
         The ledger forgets spools that are silent for weeks.
         """
-        is_due = spool.size > _ROTATE_BYTES or time.monotonic() - self._opened_at > _ROTATE_S
+        limit_s = _REOPEN_S if spool.is_in_memory else _ROTATE_S
+        is_due = spool.size > _ROTATE_BYTES or time.monotonic() - self._opened_at > limit_s
         if not spool.size or not is_due or spool.unreported or self._followed:
             return
         self._number += 1
+        name = f"{self._id}-{self._number}"
+        fresh: UsageSpool | None = None
         try:
-            fresh = UsageSpool.open(self._directory / f"{self._id}-{self._number}.usage")
+            fresh = open_own_spool(self._directory, name)
         except OSError as e:
-            log.warning("failed to begin a new usage spool", extra={"error": str(e)})
-            return
+            if spool.is_in_memory:
+                fresh = self._open_in_memory(name, e)
+            else:
+                log.warning("failed to begin a new usage spool", extra={"error": str(e)})
         if fresh is not None:
             self._own, self._opened_at = fresh, time.monotonic()
             self._recent = RecentUsage(fresh.size)
@@ -287,6 +308,8 @@ class UsageMeter:
     def close(self) -> None:
         """Close the files; those without unreported records are deleted."""
         for spool in (*self._adopted, *([self._own] if self._own is not None else [])):
+            if spool.is_in_memory and spool.unreported:
+                log.error("usage that the ledger does not have is lost", extra={"spool": spool.name, "bytes": spool.unreported})
             if spool.unreported or self._followed or spool in self._adopted:
                 spool.close()
             else:

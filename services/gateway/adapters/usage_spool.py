@@ -37,8 +37,9 @@ class UsageSpool:
         position: The ledger has the records before it.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.name = path.name.removesuffix(_SUFFIX)
+    def __init__(self, path: Path | None, descriptor: int, name: str = "") -> None:
+        """Take an open file; without a path it is in memory, and has a name."""
+        self.name = path.name.removesuffix(_SUFFIX) if path is not None else name
         self.position = 0
         self._path = path
         self._descriptor = descriptor
@@ -56,6 +57,15 @@ class UsageSpool:
             os.close(descriptor)
             return None
         return cls(path, descriptor)
+
+    @classmethod
+    def in_memory(cls, name: str) -> UsageSpool:
+        """Make a spool whose records are lost with the process. Raises `OSError`."""
+        return cls(None, os.memfd_create(name, os.MFD_CLOEXEC), name)
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self._path is None
 
     @property
     def size(self) -> int:
@@ -103,7 +113,8 @@ class UsageSpool:
         """Delete the file, all of which the ledger has: it counts nothing of it again."""
         self._unmap()
         try:
-            self._path.unlink(missing_ok=True)
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
         except OSError as e:
             log.warning("failed to remove a usage spool", extra={"path": str(self._path), "error": str(e)})
         os.close(self._descriptor)
@@ -126,8 +137,8 @@ def _find_end(descriptor: int) -> int:
     return 0
 
 
-def open_spools(directory: Path, own: str) -> tuple[UsageSpool, list[UsageSpool]]:
-    """Open this gateway's spool, and those of gateways that ended.
+def open_own_spool(directory: Path, own: str) -> UsageSpool:
+    """Open a spool of this gateway.
 
     Raises:
         OSError: The directory or the file cannot be made.
@@ -136,7 +147,12 @@ def open_spools(directory: Path, own: str) -> tuple[UsageSpool, list[UsageSpool]
     spool = UsageSpool.open(directory / f"{own}{_SUFFIX}")
     if spool is None:
         raise OSError(f"another process has the spool of gateway {own}")
-    adopted = []
+    return spool
+
+
+def open_spools(directory: Path, own: str) -> tuple[UsageSpool, list[UsageSpool]]:
+    """Open this gateway's spool, and those of gateways that ended. Raises as `open_own_spool`."""
+    spool, adopted = open_own_spool(directory, own), list[UsageSpool]()
     for path in sorted(directory.glob(f"*{_SUFFIX}")):
         if path.name == f"{own}{_SUFFIX}":
             continue

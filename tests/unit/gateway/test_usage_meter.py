@@ -296,6 +296,39 @@ async def test_a_record_for_which_the_disk_has_no_block_is_dropped(tmp_path: Pat
     meter.close()
 
 
+async def test_without_a_directory_of_its_own_a_gateway_reports_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, mesh = tmp_path / "usage", UnreliableMesh()
+    directory.mkdir()
+    directory.chmod(0o755)  # refused: others can read it
+    monkeypatch.setattr(usage_meter, "_REOPEN_S", 0.0)
+    meter = UsageMeter(cast(Mesh, mesh), "own", directory)
+    meter.open()
+    for _ in range(2):
+        meter.record(RECORD)
+        mesh.outcomes = ["lost", "reply lost"]
+        assert [await meter.flush() for _ in range(3)] == [False, False, True]
+    assert (mesh.ledger.requests, meter.dropped, list(directory.iterdir())) == (2, 0, [])
+    directory.chmod(0o700)
+    for _ in range(2):  # the second in a file
+        meter.record(RECORD)
+        assert await meter.flush()
+    assert mesh.ledger.requests == 4
+    assert len(list(directory.iterdir())) == 1
+    meter.close()
+    assert list(directory.iterdir()) == []
+
+
+def test_usage_that_ends_with_its_gateway_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.chmod(0o755)
+    meter = UsageMeter(cast(Mesh, None), "own", tmp_path)
+    meter.open()
+    meter.record(RECORD)
+    meter.close()
+    assert "usage that the ledger does not have is lost" in caplog.text
+
+
 def test_a_closed_spool_ends_with_its_last_record(tmp_path: Path) -> None:
     meter = UsageMeter(cast(Mesh, None), "own", tmp_path)
     meter.open()

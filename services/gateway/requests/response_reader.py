@@ -90,11 +90,14 @@ class ResponseReader:
         self._handoffs = handoffs
         self._stats = stats
         self._completion = completion
+        self._received_bytes = 0
+        """Of the messages of the response so far; their output may be all in memory."""
 
     def restart(self) -> None:
         """Expect the first message of a response."""
         self._stats.earlier_device_s += self.attempt.device_s
         self.attempt = Attempt(self.attempt.id, self.attempt.revision)
+        self._received_bytes = 0
 
     def resume(self, fields: dict[str, Any] | None) -> None:
         """Expect the first message of an engine that continues the response.
@@ -107,6 +110,7 @@ class ResponseReader:
 
     def on_message(self, data: bytes) -> None:
         """Read one message. A malformed one fails the request."""
+        self._received_bytes += len(data)
         try:
             self._read(from_json(data))
         except Diverged as e:
@@ -120,6 +124,11 @@ class ResponseReader:
         """Cancel the request on its instance, and fail it."""
         if not self._completion.is_done:
             self._dispatcher.on_abort(self._ticket, error, time.monotonic())
+
+    def _abort_oversized(self, remedy: str) -> None:
+        """Fail a response that would take too much memory until it is complete."""
+        text = f"The response of {self._model} is larger than {_MAX_BUFFERED_BYTES} bytes. {remedy}"
+        self.abort(EngineFailed(text, should_retry=False))
 
     def on_refused(self, error: ThawError, now: float, *, cancel: bool = False) -> None:
         """Handle an instance that does not serve the attempt.
@@ -194,19 +203,17 @@ class ResponseReader:
         sink = response.sink
         sink.chunk(choices)
         resume_state.add(choices)
-        self._forward(sink.pending)
+        if not sink.streams and self._received_bytes > _MAX_BUFFERED_BYTES:
+            self._abort_oversized("Request it as a stream")
+        else:
+            self._forward(sink.pending)
 
     def _on_vectors(self, message: dict[str, Any], now: float) -> None:
         vectors = self.attempt.vectors
         vectors += message["vectors"]
         self._stats.last_token_at = now
         if sum(map(len, vectors)) > _MAX_BUFFERED_BYTES:
-            self.abort(
-                EngineFailed(
-                    f"The response of {self._model} is larger than {_MAX_BUFFERED_BYTES} bytes. Send fewer inputs",
-                    should_retry=False,
-                )
-            )
+            self._abort_oversized("Send fewer inputs")
 
     # Responses in HTTP.
 
@@ -242,12 +249,7 @@ class ResponseReader:
         if passthrough.streams:
             self._forward(passthrough.size)
         elif passthrough.size > _MAX_BUFFERED_BYTES:
-            self.abort(
-                EngineFailed(
-                    f"The response of {self._model} is larger than {_MAX_BUFFERED_BYTES} bytes. Request it as a stream",
-                    should_retry=False,
-                )
-            )
+            self._abort_oversized("Request it as a stream")
 
     # Both forms.
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.http.responses.buffered import BufferedCompletion
-from services.gateway.http.responses.event_stream import EventStream
+from services.gateway.http.responses.event_stream import EventStream, comment
 from services.gateway.http.responses.openai_objects import Head
 from shared.contracts.inference import InferFinished, Usage
 from tests.support.examples import examples
@@ -27,6 +27,10 @@ def events_of(data: bytes) -> list[Any]:
     lines = [e for e in data.decode().split("\n\n") if e]
     assert lines.pop() == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_a_comment_is_one_line() -> None:
+    assert comment("waiting\r\nfor\rdata: {}\n") == b": waiting for data: {}\n\n"
 
 
 @settings(max_examples=examples(100), deadline=None)

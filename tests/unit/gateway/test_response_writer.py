@@ -15,12 +15,24 @@ from services.gateway.domain.engine_request import EngineRequest
 from services.gateway.domain.route_table import Route
 from services.gateway.domain.ticket import Ticket
 from services.gateway.http.error_formats import OPENAI
-from services.gateway.http.responses.buffered import PassthroughOnly
+from services.gateway.http.responses.buffered import BufferedCompletion, BufferedSink, PassthroughOnly
+from services.gateway.http.responses.event_stream import EventStream
+from services.gateway.http.responses.openai_objects import Head
 from services.gateway.http.responses.response_writer import ResponseWriter
+from services.gateway.requests import response_reader
 from services.gateway.requests.active_request import ActiveRequest
 from services.gateway.requests.passthrough import PassthroughResponse
 from services.gateway.settings import GatewaySettings
-from shared.contracts.inference import InferData, InferEnd, InferFailed, InferResponse
+from shared.contracts.inference import (
+    ChoiceDelta,
+    InferChunk,
+    InferData,
+    InferEnd,
+    InferFailed,
+    InferResponse,
+    InferStarted,
+    TokenLogprob,
+)
 from shared.errors import EngineFailed, ThawError
 from tests.support.fake_engine import card_of
 from tests.unit.gateway.recorded_effects import RecordedEffects, instance, status, ticket
@@ -35,12 +47,12 @@ MAX_TAKES = 1_000
 class Streamed(RecordedEffects):
     """A streamed request on one of two instances, and its writer."""
 
-    def __init__(self) -> None:
+    def __init__(self, sink: EventStream | BufferedSink | None = None) -> None:
         super().__init__()
         self.dispatcher = Dispatcher("gw", self)
         self.dispatcher.on_status(status(instance("i", "alpha"), instance("j", "alpha")), time.monotonic())
         self.ticket = ticket("r", "alpha", time.monotonic())
-        sink = PassthroughOnly()
+        sink = sink or PassthroughOnly()
         self.request = ActiveRequest(self.ticket, card_of("alpha"), EngineRequest("other", b"{}"), sink, self.dispatcher, 1 << 20)
         settings = GatewaySettings(waking_comment_after=COMMENT_S, waking_comment_interval=COMMENT_S, keep_alive_interval=COMMENT_S)
         self.writer = ResponseWriter(self.request, sink, settings, self._describe_wait, OPENAI, accepts_events=True)
@@ -58,7 +70,7 @@ class Streamed(RecordedEffects):
         super().fail(ticket, error)
         self.request.completion.fail(error)
 
-    def hear(self, *messages: InferResponse | InferData | InferEnd | InferFailed) -> None:
+    def hear(self, *messages: InferResponse | InferData | InferEnd | InferFailed | InferStarted | InferChunk) -> None:
         for message in messages:
             numbered = message.model_copy(update={"seq": self.request.attempt.next_seq})
             self.request.on_message(numbered.model_dump_json().encode())
@@ -174,3 +186,18 @@ async def test_a_whole_response_has_no_comment_before_it() -> None:
     streamed.on_comment = respond
     await streamed.write()
     assert streamed.written == body
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_response_that_is_collected_whole_is_bounded_in_bytes(is_streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_reader, "_MAX_BUFFERED_BYTES", 10_000)
+    stream = EventStream(Head("id", "chat.completion.chunk", 1, "m"), include_usage=False, token_ids=False, logprobs=True)
+    streamed = Streamed(stream if is_streamed else BufferedCompletion(Head("id", "chat.completion", 1, "m"), 1, False))
+    token = TokenLogprob(token_id=1, token="a", logprob=-1.0)
+    streamed.hear(InferStarted(prompt_tokens=1))
+    for _ in range(100):
+        streamed.hear(InferChunk(seq=0, choices=(ChoiceDelta(text="a", token_ids=(1,), logprobs=(token,)),)))
+        stream.take()
+    error = streamed.request.completion.error
+    assert (error is None) is is_streamed
+    assert is_streamed or (error is not None and "10000 bytes. Request it as a stream" in error.message)

@@ -25,7 +25,8 @@ class _Choice:
         self.text.append(delta.get("text", ""))
         self.token_ids.extend(delta.get("token_ids", ()))
         if (more := delta.get("logprobs")) is not None:
-            self.logprobs = [*(self.logprobs or ()), *more]
+            self.logprobs = self.logprobs or []
+            self.logprobs += more
         self.finish_reason = delta.get("finish_reason") or self.finish_reason
 
 

@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 def comment(text: str) -> bytes:
     """Format a server-sent comment, which clients ignore."""
-    return b": " + text.replace("\n", " ").encode() + b"\n\n"
+    return b": " + " ".join(text.splitlines()).encode() + b"\n\n"
 
 
 class EventStream:

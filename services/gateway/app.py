@@ -262,6 +262,9 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         log_config=None,
         access_log=False,
         server_header=False,
+        # Its default believes the X-Forwarded-For of every program on this machine.
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=settings.trusted_proxies,
         timeout_keep_alive=settings.idle_timeout,
         timeout_graceful_shutdown=int(settings.drain_timeout + _FLUSH_TIMEOUT_S) + 1,
         ssl_certfile=settings.tls_certificate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +47,9 @@ class GatewaySettings(CommonSettings):
         description="Maximum bytes of active requests in the gateway; above it the gateway answers 429.",
     )
     max_open_bytes_per_key: int = Field(
-        default=128 * 1024 * 1024, ge=1024 * 1024, description="The same per API key, or per address for clients without a key."
+        default=128 * 1024 * 1024,
+        ge=1024 * 1024,
+        description="The same per API key, or per address for clients without a valid key.",
     )
     max_open_bytes_per_model: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024, description="The same per model.")
     max_held_bytes: int = Field(
@@ -56,7 +59,7 @@ class GatewaySettings(CommonSettings):
         "Above it 429. 0: such bodies are refused.",
     )
     max_held_bytes_per_key: int = Field(
-        default=512 * 1024 * 1024, ge=0, description="The same per API key, or per address for clients without a key."
+        default=512 * 1024 * 1024, ge=0, description="The same per API key, or per address for clients without a valid key."
     )
     body_timeout: float = Field(default=120.0, gt=0, description="Seconds that the body of a request may take.")
     max_connections: int = Field(
@@ -65,7 +68,12 @@ class GatewaySettings(CommonSettings):
         description="Maximum open connections; above it the gateway answers 503. The limit of open files applies too.",
     )
     max_connections_per_address: int = Field(
-        default=4096, ge=1, description="Maximum open connections of one address; above it 429."
+        default=4096, ge=1, description="Maximum open connections of one address (an IPv6 network of 64 bits is one); above it 429."
+    )
+    trusted_proxies: str = Field(
+        default="",
+        description="Addresses and networks (as 10.0.0.0/8) of proxies in front of the gateway, comma-separated. A request from one has the "
+        "client address in its X-Forwarded-For header. Empty: the header is ignored.",
     )
     max_header_bytes: int = Field(
         default=32 * 1024,
@@ -193,6 +201,12 @@ class GatewaySettings(CommonSettings):
     cors_origins: str = Field(default="", description="Allowed origins of web pages, comma-separated; *: all; empty: none.")
     tls_certificate: Path | None = Field(default=None, description="PEM certificate chain; with it the endpoint uses HTTPS.")
     tls_key: Path | None = Field(default=None, description="PEM private key of the certificate.")
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_proxies(cls, value: str) -> str:
+        """Check that each part is an address or a network, and return all as networks."""
+        return ",".join(str(ip_network(part.strip(), strict=False)) for part in value.split(",") if part.strip())
 
     @field_validator("require_key", mode="before")
     @classmethod

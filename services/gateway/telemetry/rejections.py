@@ -9,6 +9,7 @@
 | `open_bytes` | active requests have as many bytes as the gateway, the key or the model may have |
 | `active_batches` | its key has as many batches as it may have |
 | `console_pages` | as many pages of the console are open as may be |
+| `logins` | too many logins at the console have failed |
 | `invalid_key` | it has no valid key |
 | `permission` | its key has another scope, or the route refuses its Host or Origin |
 """

@@ -7,10 +7,12 @@ import re
 from typing import cast
 
 import pytest
+from pydantic import ValidationError
 
 from services.gateway.authorization import hash_key
 from services.gateway.http.endpoints.admin import Admin
 from services.gateway.loop import Gateway
+from services.gateway.settings import GatewaySettings
 from shared.contracts import subjects
 from shared.contracts.admin import ADMIN_REQUEST, AdminRequest, ClusterView, ModelView
 from shared.contracts.base import Message
@@ -34,6 +36,24 @@ async def test_every_admin_route_requires_the_admin_key(node: FakeNode, serve: S
     assert "administers the mesh" not in caplog.text
     async with serve():
         assert "administers the mesh" in caplog.text
+
+
+@pytest.mark.parametrize(("trusted", "address"), [("", "127.0.0.1"), ("10.0.0.0/8, 127.0.0.1", "203.0.113.7")])
+async def test_only_trusted_proxies_name_the_address_of_a_client(
+    node: FakeNode, serve: ServeFn, trusted: str, address: str
+) -> None:
+    headers = {"authorization": "Bearer root", "x-forwarded-for": "198.51.100.1, 203.0.113.7"}
+    async with serve(admin_key="root", trusted_proxies=trusted) as served:
+        added = await served.http.post("/admin/v1/keys", json={"name": "ci", "sha256": hash_key("sk-ci")}, headers=headers)
+        assert added.status_code == 200
+        (entry,) = (await served.http.get("/admin/v1/key-log", headers=headers)).json()["entries"]
+    assert entry["address"] == address
+
+
+def test_a_trusted_proxy_is_an_address_or_a_network() -> None:
+    assert GatewaySettings(trusted_proxies="10.1.2.3/8,::1,").trusted_proxies == "10.0.0.0/8,::1/128"
+    with pytest.raises(ValidationError, match="trusted_proxies"):
+        GatewaySettings(trusted_proxies="proxy.example")
 
 
 async def test_model_list_contains_no_secrets_of_sources(node: FakeNode, serve: ServeFn) -> None:

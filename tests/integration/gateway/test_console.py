@@ -16,6 +16,7 @@ from services.gateway import authorization
 from services.gateway.authorization import hash_key
 from services.gateway.domain.console_session import SESSION_S
 from services.gateway.domain.console_view import View, cluster_view
+from services.gateway.domain.login_limit import PER_CLIENT, WINDOW_S
 from services.gateway.http.console import endpoints, feed, sources
 from shared.contracts import subjects
 from shared.contracts.admin import (
@@ -237,6 +238,35 @@ async def test_a_revoked_key_ends_its_sessions_and_a_restart_does_not(
         session = (await second.http.get("/ui/session", headers=cookie)).json()
         assert (session["view"], session["key"]) == (False, False), "the page asks for another key"
         assert (await second.http.get("/ui/api/admin/v1/cluster", headers=cookie)).status_code == 401
+
+
+async def test_failed_logins_are_limited(guarded: Served) -> None:
+    statuses = [(await log_in(guarded, f"wrong-{n}")).status_code for n in range(PER_CLIENT)]
+    assert statuses == [401] * PER_CLIENT
+    refused = await log_in(guarded, ROOT_KEY)  # a correct key shows nothing
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 0 < int(refused.headers["retry-after"]) <= WINDOW_S
+    assert (await guarded.http.get("/admin/v1/cluster", headers=BEARER)).status_code == 200
+
+
+async def test_a_logout_ends_the_session_on_every_gateway(pair: tuple[Served, Served]) -> None:
+    one, two = pair
+    copied, kept = [(await log_in(one, "root")).headers["set-cookie"].split(";")[0] for _ in range(2)]
+    one.http.cookies.clear()
+
+    async def is_open(served: Served, cookie: str) -> bool:
+        return bool((await served.http.get("/ui/session", headers={"cookie": cookie})).json()["change"])
+
+    assert [await is_open(served, copied) for served in pair] == [True, True]
+    for _ in range(2):
+        assert (await one.http.post("/ui/logout", headers=CONSOLE | {"cookie": copied})).status_code == 200
+    assert not await is_open(one, copied)
+
+    async def has_ended() -> bool:
+        return not await is_open(two, copied)
+
+    await until(has_ended)
+    assert [await is_open(served, kept) for served in pair] == [True, True]
 
 
 async def test_a_session_whose_key_has_expired_has_no_key(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:

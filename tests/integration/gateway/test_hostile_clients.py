@@ -39,13 +39,15 @@ async def test_expensive_request_is_refused(
     assert (await gateway.http.post(URL, json=chat())).status_code == 200
 
 
-async def test_open_requests_are_bounded_in_bytes(node: FakeNode, serve: ServeFn) -> None:
+@pytest.mark.parametrize("key", ["", "sk-made-up"], ids=["without a key", "with a key that does not exist"])
+async def test_open_requests_are_bounded_in_bytes(node: FakeNode, serve: ServeFn, key: str) -> None:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     async with serve(max_open_bytes_per_key=1024 * 1024) as gateway:
         await until_listed(gateway, CARDS)
         large: dict[str, Any] = chat(messages=[{"role": "user", "content": "x" * 600_000}], max_tokens=1)
         first = asyncio.create_task(gateway.http.post(URL, json=large))
         await node.until_demand(lambda: any(d.model == "alpha" for d in node.demand))
-        second = await gateway.http.post(URL, json=large)
+        second = await gateway.http.post(URL, json=large, headers=headers)
         assert (second.status_code, second.json()["error"]["code"]) == (429, "queue_full")
         assert int(second.headers["retry-after"]) >= 1
         assert 'thaw_requests_rejected_total{thaw_key="",thaw_reason="open_bytes"} 1.0' in (await gateway.http.get("/metrics")).text

@@ -8,6 +8,8 @@ See docs/adr/0071.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -22,9 +24,11 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.adapters.console_secret import ConsoleSecret
+from services.gateway.adapters.ended_sessions import EndedSessions
 from services.gateway.authorization import acting_as, hash_key, session_key_hash
 from services.gateway.domain.caller import Caller
-from services.gateway.domain.console_session import SESSION_S, sign_session, verify_session
+from services.gateway.domain.console_session import SESSION_S, Session, sign_session, verify_session
+from services.gateway.domain.login_limit import LoginLimit
 from services.gateway.http.console.assets import PAGE, SECURITY_HEADERS, Assets
 from services.gateway.http.console.feed import Feed, Subscription
 from services.gateway.http.console.sources import ClusterSource, RequestSource
@@ -33,8 +37,10 @@ from services.gateway.http.parsing.body import read_body
 from services.gateway.http.parsing.validation import validate_body
 from services.gateway.loop import Gateway
 from shared.contracts.base import Frozen
-from shared.errors import AuthenticationFailed, InvalidRequest, PermissionDenied, ThawError
+from shared.errors import AuthenticationFailed, InvalidRequest, PermissionDenied, RateLimitExceeded, ThawError
+from shared.telemetry.logs import LogRateLimit
 
+log = logging.getLogger(__name__)
 ROOT = "/ui"
 _API = f"{ROOT}/api"
 COOKIE = "thaw_console"
@@ -63,6 +69,9 @@ class Console:
         self._api = api
         self._assets = Assets()
         self._secret = ConsoleSecret(gateway.mesh)
+        self._ended = EndedSessions(gateway.mesh)
+        self._logins = LoginLimit()
+        self._refusals = LogRateLimit()
         self._feeds = {
             "cluster": Feed("cluster", ClusterSource(gateway).read),
             "requests": Feed("requests", RequestSource(gateway).read),
@@ -121,13 +130,39 @@ class Console:
         await self._gateway.readiness.wait_for_state("/admin/")
         body = validate_body(Login, await read_body(request.scope, request.receive, _MAX_LOGIN_BYTES))
         key_hash = hash_key(body.key.strip())
-        if self._gateway.authorizer.find_caller(key_hash) is None:
-            raise AuthenticationFailed("This API key is not valid. Enter an admin, read-only or inference key")
-        now = time.time()
-        value = sign_session(await self._secret.read(), key_hash, int(now) + SESSION_S, secrets.token_hex(16))
-        return _with_cookie(request, value, SESSION_S)
+        self._check_login(key_hash, request.client.host if request.client else "")
+        session = Session(key_hash, int(time.time()) + SESSION_S, secrets.token_hex(16))
+        return _with_cookie(request, sign_session(await self._secret.read(), session), SESSION_S)
+
+    def _check_login(self, key_hash: str, address: str) -> None:
+        """Check the key of a login, unless too many have failed.
+
+        Logins at the same time count one after the other: nothing here waits.
+
+        Raises:
+            AuthenticationFailed: The key is not valid.
+            RateLimitExceeded: Too many logins have failed.
+        """
+        now = time.monotonic()
+        if wait_s := self._logins.wait_s(address, now):
+            if self._refusals.allows("logins"):
+                log.warning("logins at the console are refused: too many have failed", extra={"client": address})
+            error = RateLimitExceeded(
+                f"Too many logins have failed. Log in again in {math.ceil(wait_s)} s", retry_after_ms=math.ceil(wait_s * 1000)
+            )
+            error.limit = "logins"
+            raise error
+        try:
+            if self._gateway.authorizer.find_caller(key_hash) is None:
+                raise AuthenticationFailed("This API key is not valid. Enter an admin, read-only or inference key")
+        except AuthenticationFailed:
+            self._logins.on_failure(address, now)
+            raise
 
     async def logout(self, request: Request) -> Response:
+        """End the session, also for copies of its cookie and on other gateways."""
+        if (session := await self._session(request.headers)) is not None:
+            await self._ended.end(session)
         return _with_cookie(request, "", 0)
 
     async def events(self, request: Request) -> Response:
@@ -173,10 +208,16 @@ class Console:
 
     async def _key_hash(self, headers: Headers) -> str:
         """Return the digest of the session's key; empty without a valid session."""
+        session = await self._session(headers)
+        return session.key_hash if session is not None else ""
+
+    async def _session(self, headers: Headers) -> Session | None:
+        """Return the session of a request: the first of its cookies that is valid."""
         for value in _read_cookies(headers.get("cookie", "")):
-            if (key_hash := verify_session(await self._secret.read(), value, time.time())) is not None:
-                return key_hash
-        return ""
+            session = verify_session(await self._secret.read(), value, time.time())
+            if session is not None and not await self._ended.has_ended(session):
+                return session
+        return None
 
 
 def _read_cookies(header: str) -> Iterator[str]:

@@ -29,6 +29,7 @@ from services.gateway.domain.batches.owner_state import (
     remove_file,
 )
 from services.gateway.http.endpoints.listing import page_of
+from services.gateway.http.endpoints.received import client_of
 from services.gateway.http.errors import json_response
 from services.gateway.http.parsing.body import BodyReceiver
 from services.gateway.http.parsing.upload import Upload
@@ -108,7 +109,7 @@ class Files:
         check_room(before, 0, self._bounds)
         file_id, count = f"file-{uuid.uuid4().hex}", 0
         limit = min(settings.max_file_bytes, settings.files_bytes_per_key)
-        with gateway.admission.begin(owner) as reservation, self._count_upload(owner, before) as count_bytes:
+        with gateway.admission.begin(client_of(request.scope)) as reservation, self._count_upload(owner, before) as count_bytes:
 
             async def write(part: bytes) -> None:
                 nonlocal count

@@ -7,11 +7,10 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from services.gateway.authorization import Authorizer
 from services.gateway.domain.admission import Reservation
+from services.gateway.domain.client_address import client_of_address
 from services.gateway.domain.held_request import can_hold_body, too_large
 from services.gateway.http.parsing.body import BodyReceiver, read_body_or_beginning
 from services.gateway.http.parsing.large_body import LargeBodyLimits, ReceivedBody, hold_body
@@ -43,10 +42,12 @@ class ReceivedRequest:
 
 
 def client_of(scope: Scope) -> str:
-    """Name the client for admission control by its API key, or else its address."""
-    key = caller_of(scope).digest or Authorizer.key_hash(Headers(scope=scope))
+    """Name the client for admission control by its valid API key, or else its address.
+
+    A key that no gateway knows proves nothing: a client could send another one with each request.
+    """
     client = scope.get("client")
-    return key or (f"address {client[0]}" if client else "")
+    return caller_of(scope).digest or (f"address {client_of_address(client[0])}" if client else "")
 
 
 @contextlib.asynccontextmanager

@@ -14,6 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from services.gateway.domain.client_address import client_of_address
 from services.gateway.http.error_formats import OPENAI
 from shared.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ThawError, TooManyConnections, Unavailable
 
@@ -46,6 +47,7 @@ class Connections:
 
     def enter(self, address: str) -> ThawError | None:
         """Count a new connection. Returns the error if it exceeds a limit."""
+        address = client_of_address(address)
         self.total += 1
         self.by_address[address] += 1
         if self.total > self.limits.connections:
@@ -55,6 +57,7 @@ class Connections:
         return None
 
     def leave(self, address: str) -> None:
+        address = client_of_address(address)
         self.total -= 1
         self.by_address[address] -= 1
         if not self.by_address[address]:

@@ -5,12 +5,14 @@ Every write is fenced by the leader's epoch in its own transaction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import Delete, Table, bindparam, delete, or_, select, update
+from pydantic import ValidationError
+from sqlalchemy import Delete, Select, Table, bindparam, delete, or_, select, update
 from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -43,7 +45,10 @@ from shared.contracts.models import ModelCard, routes_of
 from shared.contracts.node import InstanceState
 from shared.contracts.plans import PlanRecord
 from shared.contracts.traces import TRACE_MAX_AGE_S, TRACE_MAX_COUNT
+from shared.messaging.replies import faults_of
 
+log = logging.getLogger(__name__)
+E = TypeVar("E", bound=Entity)
 _KEYS: dict[type[Any], tuple[Table, str]] = {
     Model: (tables.models, "name"),
     Node: (tables.nodes, "name"),
@@ -56,6 +61,8 @@ _KEYS: dict[type[Any], tuple[Table, str]] = {
 }
 _REMEMBERED_PLANS = 1000
 """Plans in memory for `thaw explain` without a database call."""
+_LOGGED_KEYS = 10
+"""Keys of unreadable rows in one log record."""
 PRUNE_BATCH = 1000
 """Plans deleted in one transaction."""
 _PLAN_FIELDS = tuple(PlanRecord.model_fields)
@@ -94,26 +101,23 @@ class Repository:
                 await connection.execute(_TRACE_INSTANCE, [{"key": c.instance_id, "parent": c.traceparent} for c in traced])
 
     async def load(self, epoch: int, now: float) -> ClusterState:
-        """Return the state as the last leader left it, for a term that begins at `now`."""
+        """Return the state as the last leader left it, for a term that begins at `now`.
+
+        Rows that this version cannot read, as those of a newer one, are left out and logged.
+        """
         state = ClusterState(epoch=epoch, recovered_at=now)
         with growing_heap():
             async with self._engine.connect() as connection:
                 devices = await _devices(connection)
-                rows = (await connection.execute(select(tables.models))).mappings()
-                found: list[Entity] = [Model(_card(r["card"]), r["error"], r["resting"]) for r in rows]
-                rows = (await connection.execute(select(tables.instances))).mappings()
-                found += [_instance(dict(r), now) for r in rows]
+                found: list[Entity] = [*await _read(connection, select(tables.models), _model)]
+                found += await _read(connection, select(tables.instances), lambda row: _instance(row, now))
                 # after their instances, so that each device is computed once
-                rows = (await connection.execute(select(tables.nodes))).mappings()
-                found += [_node(dict(r), devices.get(r["name"], []), now) for r in rows]
-                rows = (await connection.execute(select(tables.profiles))).mappings()
-                found += [_profile(dict(r)) for r in rows]
-                rows = (await connection.execute(select(tables.objectives))).mappings()
-                found += [_slo_counts(dict(r)) for r in rows]
-                rows = (await connection.execute(select(tables.pulls))).mappings()
-                found += [_pull(dict(r), now) for r in rows]
+                found += await _read(connection, select(tables.nodes), lambda row: _node(row, devices.get(row["name"], []), now))
+                found += await _read(connection, select(tables.profiles), _profile)
+                found += await _read(connection, select(tables.objectives), _slo_counts)
+                found += await _read(connection, select(tables.pulls), lambda row: _pull(row, now))
                 newest = select(tables.plans).order_by(tables.plans.c.created.desc()).limit(_REMEMBERED_PLANS)
-                plans = [_plan(dict(r)) for r in (await connection.execute(newest)).mappings()][::-1]
+                plans = (await _read(connection, newest, _plan))[::-1]
                 found += [*await read_estimates(connection), *await read_loaders(connection, now)]
             apply(state, [Put(e) for e in (*found, *plans)])
         return state
@@ -144,8 +148,8 @@ class Repository:
 
     async def _one_plan(self, query: Any) -> PlanRecord | None:
         async with self._engine.connect() as connection:
-            row = (await connection.execute(query)).mappings().first()
-        return _plan(dict(row)) if row else None
+            found = await _read(connection, query.limit(1), _plan)
+        return found[0] if found else None
 
     async def prune(self, epoch: int, now: float) -> int:
         """Delete plans over seven days old or beyond the newest ten thousand, except pending ones.
@@ -179,6 +183,27 @@ async def require_epoch(connection: AsyncConnection, epoch: int) -> None:
     """Keep other leaders from starting before this transaction has ended."""
     if (await connection.execute(_EPOCH_GUARD, {"wanted": epoch})).first() is None:
         raise StaleEpoch(f"epoch {epoch} is over")
+
+
+async def _read(connection: AsyncConnection, query: Select[Any], parse: Callable[[dict[str, Any]], E]) -> list[E]:
+    """Return the rows of one table, without those that `parse` fails for.
+
+    Such a row stays in the table. One of them must not end every term of every scheduler.
+    """
+    found: list[E] = []
+    unreadable: list[str] = []
+    error = ""
+    for row in (await connection.execute(query)).mappings():
+        try:
+            found.append(parse(dict(row)))
+        except (ValueError, TypeError, LookupError, AttributeError) as e:
+            unreadable.append(str(next(iter(row.values()))))
+            error = faults_of(e) if isinstance(e, ValidationError) else repr(e)
+    if unreadable:
+        (table,) = query.get_final_froms()
+        fields = {"table": str(table), "rows": len(unreadable), "keys": unreadable[:_LOGGED_KEYS], "error": error}
+        log.error("failed to read stored rows; they are ignored until they are written again", extra=fields)
+    return found
 
 
 def is_durable(changes: Iterable[Change]) -> bool:
@@ -296,6 +321,10 @@ def _row(entity: Entity) -> dict[str, Any]:
 def _fields(entity: Node | Instance | MeasuredMemory | Pull) -> dict[str, Any]:
     """Return the fields without copying: the values are frozen, or become JSON at once."""
     return {f.name: getattr(entity, f.name) for f in fields(entity)}
+
+
+def _model(row: dict[str, Any]) -> Model:
+    return Model(_card(row["card"]), row["error"], row["resting"])
 
 
 def _profile(row: dict[str, Any]) -> MeasuredMemory:

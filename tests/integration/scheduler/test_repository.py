@@ -231,3 +231,44 @@ async def test_models_of_an_earlier_version_keep_a_process_of_their_own(migrated
         assert state.models["a"].card.spec.isolation == "dedicated"
     finally:
         await engine.dispose()
+
+
+async def test_unreadable_rows_are_set_aside_and_the_others_loaded(migrated_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged row, or one of a newer version, must not end every term."""
+    engine = connect(migrated_url)
+    plans = [PlanRecord(plan_id=f"p{n}", model="a", created=float(n), trigger="demand", way="load") for n in range(3)]
+    instances = [
+        Instance(f"i{n}", f"p{n}", "a", 1, "r", "n1", ("cuda:0",), n, 1, 1, requested_at=1.0, planned_at=2.0) for n in range(2)
+    ]
+    profile = MeasuredMemory("a", 1, "vllm", {"cpu": MemoryProfile(need_bytes=1)})
+    pull = Pull("a", "n1", "ssd", "r", since=8.0)
+    counts = SloCounts("a", (HourCounts(1, 2, 2),))
+    good: list[Entity] = [Model(card("a")), Node("n1"), instances[0], plans[0], plans[2]]
+    damaged: list[Entity] = [Model(card("b")), instances[1], plans[1], profile, pull, counts]
+    try:
+        await migrate(engine)
+        repository = Repository(engine)
+        async with leadership(plain_url(migrated_url)) as term:
+            await repository.commit(term.epoch, [Put(e) for e in (*good, *damaged)])
+            async with engine.begin() as connection:
+                for damage in (
+                    "UPDATE plans SET way = 'teleport' WHERE plan_id = 'p1'",
+                    "UPDATE models SET card = '{}' WHERE name = 'b'",
+                    "UPDATE instances SET state = 'dreaming' WHERE instance_id = 'i1'",
+                    "UPDATE profiles SET by_kind = '[]'",
+                    "UPDATE pulls SET requests = '7'",
+                    "UPDATE objectives SET hours = '[[1]]'",
+                ):
+                    await connection.execute(text(damage))
+            state = await repository.load(term.epoch, now=10.0)
+            assert await repository.plan("p1") is None
+            assert await repository.plan("p2") == plans[2]
+        assert (set(state.models), set(state.nodes), set(state.instances)) == ({"a"}, {"n1"}, {"i0"})
+        assert list(state.plans) == ["p0", "p2"]
+        assert [len(kept) for kept in (state.measured, state.pulls, state.slo_counts)] == [0, 0, 0]
+        logged = [r for r in caplog.records if r.message.startswith("failed to read stored rows")]
+        found = {vars(r)["table"]: vars(r)["keys"] for r in logged}
+        assert (found["plans"], found["models"], found["instances"]) == (["p1"], ["b"], ["i1"])
+        assert all(vars(r)["error"] for r in logged)
+    finally:
+        await engine.dispose()

@@ -17,7 +17,7 @@ from nats.errors import Error as NatsError
 
 from services.migrator.adapters.records import Copy, Held, Records
 from services.migrator.adapters.telemetry import Metrics, MigrationSpan
-from services.migrator.domain.decide import begin, deadline, decide, handed_over
+from services.migrator.domain.decide import begin, deadline, decide, failed_unexpectedly, handed_over
 from services.migrator.domain.events import Answered, Ask, Effect, Ended, Event, Forget, Link, Lost, Refused, Save, Tick
 from services.migrator.domain.leases import Leases, find_claimable, next_look
 from services.migrator.domain.speeds import LearnedSpeeds
@@ -120,6 +120,11 @@ class Migrator:
         except asyncio.CancelledError:
             await self._hand_over(work, held)
             raise
+        except Exception as e:  # a process boundary: the next migrator would fail in the same way
+            log.exception("failed to decide a migration; it ends", extra={"migration_id": record.migration_id})
+            work = replace(work, record=failed_unexpectedly(work, e))
+            held.save(work.record)
+            ended = Ended(work.record, lost=not await held.wait_until_written())
         finally:
             self._held = None
             await end(writing, *self._tasks)

@@ -16,6 +16,7 @@ from nats.js.kv import KeyValue
 from pydantic import ValidationError
 
 from services.migrator.domain.leases import Leases
+from services.migrator.domain.record_size import fit_record, refuse_record
 from shared.contracts.migration import MigrationRecord
 from shared.messaging import Mesh
 from shared.messaging.streams import migrations_bucket
@@ -67,8 +68,20 @@ class Held:
     Writes the newest version given, one after the other.
     """
 
-    def __init__(self, bucket: KeyValue, record: MigrationRecord, revision: int, lost: Callable[[bool], None]) -> None:
+    def __init__(
+        self, bucket: KeyValue, record: MigrationRecord, revision: int, lost: Callable[[bool], None], max_bytes: int
+    ) -> None:
+        """Hold a record.
+
+        Args:
+            bucket: Where it is written.
+            record: As claimed.
+            revision: Of the claim.
+            lost: Called when the lease is lost; True: the migration is over.
+            max_bytes: Largest record that NATS accepts. Of a larger one, details are left out.
+        """
         self._bucket = bucket
+        self._max_bytes = max_bytes
         self._record = record
         self._revision = revision
         self._lost = lost
@@ -77,6 +90,7 @@ class Held:
         self._written = asyncio.Event()
         self._written.set()
         self._has_ended = False
+        self._is_shortened = False
 
     @property
     def migration_id(self) -> str:
@@ -87,9 +101,11 @@ class Held:
         return record.beats < self._record.beats
 
     def save(self, record: MigrationRecord) -> None:
-        self._newest = record
-        self._written.clear()
-        self._given.set()
+        """Have `record` written, unless the lease is lost."""
+        if not self._has_ended:
+            self._newest = record
+            self._written.clear()
+            self._given.set()
 
     async def wait_until_written(self) -> bool:
         """Return True when everything given so far is in the bucket, False if the lease is lost."""
@@ -125,6 +141,26 @@ class Held:
                 self._written.set()
 
     async def _write(self, record: MigrationRecord) -> bool:
+        """Write a record; return False if the lease is lost or given up.
+
+        A record that is too large without its details, too, ends the migration: no later version of
+        it, and none of another owner, would be smaller.
+        """
+        fitting = fit_record(record, self._max_bytes)
+        if fitting is None:
+            refused = refuse_record(record, self._max_bytes)
+            if await self._put(refused):
+                log.error(
+                    "failed to store a migration; it ends", extra={"migration_id": self.migration_id, "bytes": self._max_bytes}
+                )
+                self._lost(True)
+            return False
+        if fitting is not record and not self._is_shortened:
+            self._is_shortened = True
+            log.warning("a migration record is too large for NATS: details are left out", extra={"migration_id": self.migration_id})
+        return await self._put(fitting)
+
+    async def _put(self, record: MigrationRecord) -> bool:
         value = record.model_dump_json().encode()
         try:
             self._revision = await self._bucket.update(record.migration_id, value, last=self._revision)
@@ -157,7 +193,7 @@ class Records:
             revision = await bucket.update(seen.migration_id, mine.model_dump_json().encode(), last=revision)
         except KeyWrongLastSequenceError:
             return None
-        return mine, Held(bucket, mine, revision, lost)
+        return mine, Held(bucket, mine, revision, lost, self._mesh.max_body)
 
 
 async def _get(bucket: KeyValue, key: str) -> tuple[MigrationRecord | None, int]:

@@ -322,3 +322,12 @@ def handed_over(work: Work) -> MigrationRecord:
     Another migrator need not wait for the lease to expire.
     """
     return work.record.model_copy(update={"owner": "", "beats": work.record.beats + 1})
+
+
+def failed_unexpectedly(work: Work, error: Exception) -> MigrationRecord:
+    """Return the last record of a migration for which a decision failed.
+
+    The destination drops what it has prepared after a while.
+    """
+    failure = MigrationFailed(f"{type(error).__name__} in a decision of the migrator: {error}")
+    return work.record.model_copy(update={"state": "failed", "error": failure.body()})

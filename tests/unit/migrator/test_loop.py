@@ -65,7 +65,7 @@ class FakeRecords:
 
     async def claim(self, seen: MigrationRecord, lost: Callable[[bool], None]) -> tuple[MigrationRecord, Held]:
         mine = seen.model_copy(update={"owner": ME, "beats": seen.beats + 1})
-        return mine, Held(cast(KeyValue, self.bucket), mine, self.bucket.put(mine), lost)
+        return mine, Held(cast(KeyValue, self.bucket), mine, self.bucket.put(mine), lost, 1_000_000)
 
 
 @dataclass
@@ -144,3 +144,51 @@ async def test_read_of_the_bucket_that_is_older_than_the_claim_does_not_end_the_
         await end(running)
     record, _ = bucket.entries[unclaimed.migration_id]
     assert (record.owner, record.over) == (ME, True)
+
+
+async def test_migration_whose_decision_fails_ends_and_the_next_one_is_done() -> None:
+    """Otherwise it would end one migrator after the other, as often as they are restarted."""
+    bucket, orders, done = Bucket(), [order(1), order(2)], asyncio.Event()
+
+    class FaultyEngines(EmptyEngines):
+        async def ask(self, ask: Ask) -> Message:
+            return RequestsListed.model_construct(requests=cast(Any, (None,))) if ask.address == "source-1" else RequestsListed()
+
+    class WatchedMetrics(Metrics):
+        def record(self, record: MigrationRecord) -> None:
+            if record.migration_id == "m-2":
+                done.set()
+
+    for each in orders:
+        bucket.put(each)
+    records = cast(Records, cast(Any, FakeRecords(bucket)))
+    migrator = Migrator(records, FaultyEngines(lambda _: None), WatchedMetrics(), Options())
+    for each in orders:
+        migrator.copy.put(each.migration_id, each.model_dump_json().encode())
+    running = asyncio.create_task(migrator.run())
+    try:
+        async with asyncio.timeout(60):
+            await done.wait()
+    finally:
+        await end(running)
+    failed, _ = bucket.entries["m-1"]
+    assert failed.state == "failed"
+    assert failed.error is not None
+    assert failed.error.code == "migration_failed"
+    assert "AttributeError" in failed.error.message
+    assert bucket.entries["m-2"][0].over
+
+
+async def test_write_after_the_lease_was_lost_is_not_waited_for() -> None:
+    """A migration may end before its loop has read that another migrator owns it."""
+    bucket, lost = Bucket(), list[bool]()
+    mine = order(1).model_copy(update={"owner": ME})
+    held = Held(cast(KeyValue, bucket), mine, bucket.put(mine), lost.append, 1_000_000)
+    bucket.put(mine.model_copy(update={"owner": "another"}))
+    held.save(mine.model_copy(update={"beats": 1}))
+    async with asyncio.timeout(60):
+        await held.run()
+    assert lost == [False]
+    held.save(mine.model_copy(update={"state": "done"}))
+    async with asyncio.timeout(10):
+        assert not await held.wait_until_written()

@@ -14,6 +14,12 @@ GREW = 1.05
 
 After two resumptions it no longer does: growth would then be a leak.
 """
+LEAK_FACTOR, LEAK_FLOOR = 1.25, 64 * 1024 * 1024
+"""An engine that grows by this factor, and by this many bytes, leaks.
+
+Its first measurement, or its configured need if that is larger, is the basis: a start does not book
+more. Nodes recognize leaks by the same numbers.
+"""
 
 
 def start_bytes(state: ClusterState, card: ModelCard, kind: str | None = None) -> int:
@@ -34,7 +40,8 @@ def start_bytes(state: ClusterState, card: ModelCard, kind: str | None = None) -
 def learn_memory(tx: Transaction, s: InstanceStatus) -> None:
     """Store the measured memory of a suspended instance, or of one that has served requests.
 
-    It is stored durably, so that later starts and later leaders book it.
+    It is stored durably, so that later starts and later leaders book it. What a leak has added does
+    not count, nor do bytes beyond its devices: the model would find no place any more.
     """
     model = tx.state.models.get(s.model)
     nbytes = _find_measured_bytes(s)
@@ -53,11 +60,16 @@ def learn_memory(tx: Transaction, s: InstanceStatus) -> None:
     if old is not None and (nbytes <= GREW * old.need_bytes or s.suspension.resumes > 1):
         return
     info, booked = model.card.info, need_of(model.card)
+    first = (old.first_bytes or old.need_bytes) if old is not None else nbytes
+    nbytes = min(nbytes, _find_most_bytes(max(first, booked.total)), _find_budget(tx, s, nbytes))
+    if old is not None and nbytes <= old.need_bytes:
+        return
     profile = MemoryProfile(
         need_bytes=nbytes,
         load_bytes=info.weights_bytes,
         kv_bytes_per_token=info.kv_bytes_per_token,
         runtime_bytes=max(0, nbytes - booked.weights - booked.kv),
+        first_bytes=min(first, nbytes),
     )
     tx.put(MeasuredMemory(s.model, s.generation, model.card.spec.engine, {**by_kind, kind: profile}))
 
@@ -69,6 +81,19 @@ def _find_measured_bytes(s: InstanceStatus) -> int:
     if s.state.parked:
         return s.suspension.need_bytes
     return s.memory.private + s.memory.weights if s.state is InstanceState.READY and s.load.completed and s.memory.private else 0
+
+
+def _find_most_bytes(basis: int) -> int:
+    """Return the most bytes that an engine uses without a leak."""
+    return max(int(LEAK_FACTOR * basis), basis + LEAK_FLOOR)
+
+
+def _find_budget(tx: Transaction, s: InstanceStatus, default: int) -> int:
+    """Return the bytes that an instance may book on devices like its own, all together."""
+    i = tx.state.instances.get(s.instance_id)
+    node = tx.state.nodes.get(i.node) if i is not None else None
+    budgets = [d.budget_bytes for d in node.devices if d.device_id in s.device_ids] if node is not None else []
+    return min(budgets) * len(s.device_ids) if budgets else default
 
 
 _PARALLEL = ("tensor_parallel_size", "tp_size", "tp", "pipeline_parallel_size", "pp_size")

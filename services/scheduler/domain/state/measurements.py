@@ -10,12 +10,17 @@ from shared.contracts.base import Frozen
 
 
 class MemoryProfile(Frozen):
-    """Measured bytes: in all, of weights, per token of KV cache, and of the engine's runtime."""
+    """Measured bytes: in all, of weights, per token of KV cache, and of the engine's runtime.
+
+    Attributes:
+        first_bytes: The first measurement; 0: that is `need_bytes`.
+    """
 
     need_bytes: int
     load_bytes: int = 0
     kv_bytes_per_token: int = 0
     runtime_bytes: int = 0
+    first_bytes: int = 0
 
 
 @value(frozen=True, slots=True)

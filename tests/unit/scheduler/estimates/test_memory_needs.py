@@ -149,3 +149,50 @@ def test_a_changed_model_is_measured_again(w: World) -> None:
     measured(w, "a", configured - 2000 * MIB)
     w.model("a", engine="vllm", max_model_len=64)
     assert start_bytes(w.state, w.state.models["a"].card) == need_of(w.state.models["a"].card).total
+
+
+def grow(w: World, running: Running, nbytes: int, *, steps: int = 20) -> None:
+    """Let the engine's memory grow to `nbytes` while it serves."""
+    first = running.private
+    for step in range(1, steps + 1):
+        running.private = first + (nbytes - first) * step // steps
+        running.completed += 1
+        w.report()
+
+
+def test_a_leak_is_not_booked_for_the_next_start(w: World) -> None:
+    """An engine may grow to its normal size, and that is booked; a leak grows on."""
+    w.node(budget=64_000 * MIB)
+    configured = hosted(w)
+    running = w.up("a", served=1)
+    running.private = configured
+    w.report()
+    grow(w, running, int(1.2 * configured))
+    card = w.state.models["a"].card
+    assert start_bytes(w.state, card) > 1.15 * configured
+    grow(w, running, 5 * configured)
+    assert configured < start_bytes(w.state, card) <= int(1.25 * configured)
+
+
+def test_the_first_measurement_bounds_a_leak_above_the_configured_size(w: World) -> None:
+    w.node(budget=64_000 * MIB)
+    configured = hosted(w)
+    running = w.up("a", served=1)
+    running.private = 2 * configured
+    w.report()
+    grow(w, running, 6 * configured)
+    assert 2 * configured < start_bytes(w.state, w.state.models["a"].card) <= int(2.5 * configured)
+
+
+def test_a_model_whose_engine_leaks_stays_placeable_where_it_ran(w: World) -> None:
+    w.model("probe", engine="vllm")
+    configured = need_of(w.state.models["probe"].card).total
+    w.node(budget=configured + 100 * MIB)
+    hosted(w)
+    running = w.up("a", served=1)
+    running.private = 3 * configured
+    w.report()
+    running.state = InstanceState.STOPPED
+    w.report()
+    w.demand("a")
+    assert [e.command.reserve_bytes for e in w.starts("a")] == [configured, configured + 100 * MIB]

@@ -36,7 +36,9 @@ class SchedulerSettings(CommonSettings):
         default=2.0, ge=0, description="Seconds a new instance is safe from eviction while its own requests are on their way."
     )
     no_node_timeout: float = Field(
-        default=30.0, gt=0, description="Seconds demand waits for any node to appear before its requests fail."
+        default=30.0,
+        gt=0,
+        description="Seconds demand waits for any node, or for one that is large enough and has stopped, before its requests fail.",
     )
     drain_timeout: float = Field(default=60.0, ge=0, description="Seconds running requests of a draining instance may still take.")
     scale_up_after: float = Field(

@@ -19,7 +19,7 @@ from services.scheduler.domain.events import (
 from services.scheduler.domain.lifecycle.node_status import forget_node
 from services.scheduler.domain.lifecycle.suspension import prefer_suspend
 from services.scheduler.domain.lifecycle.transitions import stop_instance
-from services.scheduler.domain.placement.place import never_fits_reason
+from services.scheduler.domain.placement.place import find_returning_node, never_fits_reason
 from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.entities import Model, Node
 from services.scheduler.domain.state.measurements import MeasuredMemory, SloCounts
@@ -227,7 +227,8 @@ def _refuse_shared_code(spec: ModelSpec) -> None:
 def _refuse_impossible(tx: Transaction, cards: list[ModelCard]) -> None:
     if not tx.bookings().largest_budget():
         return
-    faults = [text for c in cards if (text := never_fits_reason(tx, c, need_of(c).total + need_of(c).executor))]
+    needs = [(c, need_of(c).total + need_of(c).executor) for c in cards]
+    faults = [text for c, need in needs if (text := never_fits_reason(tx, c, need)) and not find_returning_node(tx, c, need)]
     if faults:
         raise InsufficientMemory("; ".join(faults), param="specs")
 

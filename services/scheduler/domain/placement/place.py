@@ -3,7 +3,8 @@
 1. The model has failed and only `replicas.min` needs it: wait until its back-off is over.
 2. No node is alive: wait. After `no_node_timeout_s` without one, its requests fail (`Unavailable`).
 3. No device of a live node could hold the model even when empty: fail at once
-   (`InsufficientMemory`).
+   (`InsufficientMemory`). If a node could that stops, or has been silent for less than
+   `no_node_timeout_s`, wait for it: it may restart.
 4. A device has room. A suspended instance of the model is one more option, on its own devices, with
    the memory that it lacks. So is a suspended engine of another model of its template key.
 5. A device has room once the stopping instances are gone: claim it.
@@ -152,6 +153,8 @@ def place(
         return _choose_placement(tx, request, possible, considered)
     candidates = _candidates(considered)
     if text := never_fits_reason(tx, model.card, whole + need_of(model.card).executor):  # 3
+        if back := find_returning_node(tx, model.card, whole + need_of(model.card).executor):
+            return Placement("wait", f"waiting for {back}, which does not report now: {text}", candidates)
         return Placement("impossible", text, candidates, error=InsufficientMemory(text))
     return Placement("wait", _obstacles(candidates, len(tx.state.bookings)), candidates)  # 8
 
@@ -226,6 +229,26 @@ def never_fits_reason(tx: Transaction, card: ModelCard, whole: int) -> str:
         return ""
     where = "" if are_stages else " of one node"
     return f"{name} needs {gib(need)} on each of {devices} devices{where}, and no node has more than {enough} that large"
+
+
+def find_returning_node(tx: Transaction, card: ModelCard, whole: int) -> str:
+    """Return a node that could run a model, and may be restarting; empty: there is none.
+
+    Args:
+        tx: The decision's transaction.
+        card: The model.
+        whole: Bytes on all its devices.
+    """
+    devices = device_count(card)
+    need, wanted = -(-whole // devices), 1 if card.stages else devices
+    for presence in tx.state.presence.values():
+        node = tx.state.nodes.get(presence.node)
+        is_recent = tx.now - presence.last_message_at <= tx.policy.no_node_timeout_s
+        if node is None or is_alive(presence) or not is_recent:
+            continue
+        if sum(d.budget_bytes >= need for d in node.devices) >= wanted:
+            return node.name
+    return ""
 
 
 def ask_of(tx: Transaction, model: Model, need: int, waited: float, *, extra: bool) -> Ask:

@@ -72,6 +72,39 @@ def test_2_new_node_takes_waiting_requests(w: World) -> None:
     assert w.starts("a")[0].command.plan_id == plan
 
 
+def test_3_model_waits_for_a_larger_node_that_restarts(w: World) -> None:
+    w.node("small", budget=200 * MIB)
+    w.node("large")
+    w.model("a")
+    w.up("a")
+    w.agents["large"].instances.clear()
+    w.tick(6.0, nodes_report=False)
+    w.report("small")
+    w.tick(nodes_report=False)
+    w.demand("a", oldest_wait_ms=60_000)
+    assert not w.sent(PublishLoadFailed)
+    plan = w.state.last_plan_of("a")
+    assert plan is not None
+    assert (plan.way, plan.reason.split(":")[0]) == ("wait", "waiting for large, which does not report now")
+    w.agents["large"].boot = "boot-2"
+    w.report("large")
+    assert len(w.starts("a")) == 2
+
+
+def test_3_requests_fail_if_the_larger_node_stays_away(w: World) -> None:
+    w.node("small", budget=200 * MIB)
+    w.node("large")
+    w.model("a")
+    for _ in range(31):
+        w.now += 1
+        w.report("small")
+        w.tick(nodes_report=False)
+    assert not w.sent(PublishLoadFailed)
+    w.demand("a")
+    (failed,) = w.sent(PublishLoadFailed)
+    assert failed.event.error.code == "insufficient_memory"
+
+
 def test_3_model_that_can_never_fit_fails_immediately(w: World) -> None:
     w.model("big", weights=2000 * MIB)
     w.node(budget=1000 * MIB)

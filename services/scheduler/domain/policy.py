@@ -57,6 +57,10 @@ class Policy:
     """A device whose nodeagent refused a reservation is not used for this long."""
     stop_retry_s: float = 5.0
     """A stop without effect in the node's status is sent again after this."""
+    stuck_after_s: float = 120.0
+    """An instance that still holds memory this long after its drain timeout, or after its failure,
+    counts as one that stays: nothing waits for its memory any more.
+    """
     rebalance_period_s: float = 0.0
     """Period of the background rebalancing; 0: never."""
     consolidate: bool = True

@@ -63,7 +63,7 @@ def apply_node_status(tx: Transaction, status: NodeStatus, changed: frozenset[st
     if newest > tx.state.epoch:  # 2
         tx.emit(StepDown(newest))
         return
-    tx.put(Presence(status.node, tx.now, True, status))
+    tx.put(_presence_of(tx, previous, status))
     known = tx.state.nodes.get(status.node) or Node(status.node)
     devices = tuple(Device(v.device_id, v.kind, v.name, v.budget_bytes) for v in status.devices)
     tx.put(replace(known, boot_id=status.boot_id, labels=dict(status.labels), devices=devices))
@@ -86,6 +86,14 @@ def apply_node_status(tx: Transaction, status: NodeStatus, changed: frozenset[st
     for i in list(tx.state.on_node(status.node)):
         if i.instance_id not in reported and (i.is_resume_claim or not i.is_claim):
             _on_missing(tx, i, status)  # 5
+
+
+def _presence_of(tx: Transaction, previous: Presence | None, status: NodeStatus) -> Presence:
+    before = previous.ending_since if previous is not None else {}
+    failed = [s.instance_id for s in status.instances if s.state is InstanceState.FAILED and s.memory.reserved]
+    since = {instance_id: before.get(instance_id, tx.now) for instance_id in failed}
+    stuck = frozenset(instance_id for instance_id in failed if tx.now - since[instance_id] > tx.policy.stuck_after_s)
+    return Presence(status.node, tx.now, True, status, since, stuck)
 
 
 def _update_known(tx: Transaction, i: Instance, s: InstanceStatus) -> None:
@@ -178,9 +186,26 @@ def _report_of(tx: Transaction, s: InstanceStatus) -> InstanceReport:
     first_counted = tx.now if completed_before else None
     counted_since = first_counted if old is None else old.counted_since
     load_changed_at = old.load_changed_at if old is not None and old.status.load == s.load else tx.now
+    leaving_since = _find_leaving_since(tx, s, old)
+    is_stuck = leaving_since is not None and tx.now - leaving_since > tx.policy.drain_timeout_s + tx.policy.stuck_after_s
     return InstanceReport(
-        s.instance_id, s, since if idle else None, progressed_at, completed_before, counted_since, load_changed_at
+        s.instance_id,
+        s,
+        since if idle else None,
+        progressed_at,
+        completed_before,
+        counted_since,
+        load_changed_at,
+        leaving_since,
+        is_stuck,
     )
+
+
+def _find_leaving_since(tx: Transaction, s: InstanceStatus, old: InstanceReport | None) -> float | None:
+    i = tx.state.instances.get(s.instance_id)
+    if i is None or i.leaving == "no":
+        return None
+    return old.leaving_since if old is not None and old.leaving_since is not None else tx.now
 
 
 def progress(s: InstanceStatus) -> tuple[object, ...]:

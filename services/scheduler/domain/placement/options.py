@@ -282,8 +282,14 @@ def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceF
     short = need - b.free_soon_bytes
     view, clearance = clear_device(tx, r, b, short, failed=failed)
     if isinstance(clearance, str):
-        return f"needs {gib(need)}, {gib(max(0, b.free_bytes))} free of {gib(b.budget_bytes)}; {clearance}"
+        return f"needs {gib(need)}, {gib(max(0, b.free_bytes))} free of {gib(b.budget_bytes)}; {clearance}{_describe_stuck(tx, b)}"
     return DeviceFit(view, clearance, short)
+
+
+def _describe_stuck(tx: Transaction, b: Booking) -> str:
+    """Name the instances of a device that should have left long ago."""
+    stuck = [i.instance_id for i in tx.state.holders_on(b.node, b.device_id) if tx.is_stuck(i.instance_id)]
+    return f"; should have ended, but still holds memory: {', '.join(stuck)}" if stuck else ""
 
 
 def _fit_sharing(tx: Transaction, r: PlacementRequest, b: Booking) -> DeviceFit | str:
@@ -301,7 +307,8 @@ def _fit_sharing(tx: Transaction, r: PlacementRequest, b: Booking) -> DeviceFit 
 
     if sum_lacking(()) == 0:
         return DeviceFit(device_view(tx, b, failed=failed), NOTHING_TO_CLEAR, 0)
-    leaving = [i.instance_id for i in tx.state.holders_on(b.node, b.device_id) if i.leaving != "no"]
+    there = [i for i in tx.state.holders_on(b.node, b.device_id) if i.leaving != "no"]
+    leaving = [i.instance_id for i in there if not tx.is_stuck(i.instance_id)]
     short = sum_lacking(leaving)
     if short == 0:
         return DeviceFit(device_view(tx, b, failed=failed), _LEAVING, 0)

@@ -14,8 +14,8 @@ from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.device_memory import per_device_bytes, suspend_frees_bytes, suspended_bytes
 from services.scheduler.domain.state.entities import Instance
 from services.scheduler.domain.state.shared_weights import units_on, weights_of
-from services.scheduler.domain.state.volatile import InstanceReport
-from shared.contracts.node import InstanceState, NodeStatus
+from services.scheduler.domain.state.volatile import InstanceReport, Presence
+from shared.contracts.node import InstanceState
 from shared.errors import InsufficientMemory
 from shared.sizing import need_of
 from shared.unit_charges import BookedWeights, SharedUnits
@@ -35,8 +35,8 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
     Promises of full workers count as claimed.
     Bytes that a nodeagent reserves beyond the known instances (a process not proved gone) count
     too; those of failed instances become free soon, so that no instance is stopped to replace
-    them. Weights that instances of a separate device share count once, and so does the executor of
-    shared instances.
+    them. Bytes of instances that should have left long ago do not. Weights that instances of a
+    separate device share count once, and so does the executor of shared instances.
     """
     units = units_on(state, node, device_id)
     sharing = _Sharing(units) if units is not None else None
@@ -59,15 +59,15 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
             known += holds
         drained = is_drained(report)
         departs = drained or is_idle_and_asked(i, report)
+        leaves = i.leaving != "no" and not (report is not None and report.is_stuck)
         if sharing is not None:
-            leaves = i.leaving != "no"
             sharing.add(weights_of(state, i), is_known=is_known, is_leaving=leaves, is_drained=drained, is_departing=departs)
         if i.leaving != "no":
             suspends = i.leaving in ("suspend", "suspend_if_idle")
             freed = (suspend_frees_bytes(state, i) if i.state is _READY else _count_bytes_to_free(state, i)) if suspends else holds
-            leaving += freed
-            going += freed if drained else 0
-            departing += freed if departs else 0
+            leaving += freed if leaves else 0
+            going += freed if leaves and drained else 0
+            departing += freed if leaves and departs else 0
         elif parked:
             if holds and not _is_pinned(state, i):
                 movable += holds
@@ -91,6 +91,7 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         held += holds
         known += holds if stage.reported else 0
         if first is None or first.leaving != "no":  # the stage follows the first one
+            holds = 0 if report is not None and report.is_stuck else holds
             leaving += holds
             drained = first is None or is_drained(report)
             going += holds if drained else 0
@@ -116,8 +117,8 @@ def compute_booking(state: ClusterState, node: str, device_id: str) -> Booking:
         if device.device_id == device_id:
             unknown = max(0, device.reserved_bytes - device.executor_bytes - known)
             held += unknown
-            if unknown and reported is not None:
-                leaving += min(unknown, _count_failed_bytes(state, reported, device_id))
+            if unknown and presence is not None:
+                leaving += min(unknown, _count_failed_bytes(state, presence, device_id))
             executor = max(executor, device.executor_bytes)
             break
     held += executor
@@ -250,16 +251,18 @@ def is_idle_and_asked(i: Instance, report: InstanceReport | None) -> bool:
     return i.leaving == "if_idle" and report is not None and report.idle_since is not None
 
 
-def _count_failed_bytes(state: ClusterState, status: NodeStatus, device_id: str) -> int:
+def _count_failed_bytes(state: ClusterState, presence: Presence, device_id: str) -> int:
     """Return the bytes that failed instances, whose processes end, still reserve on a device.
 
-    Those of starts that lacked memory (of the host, for example) are not counted: another start in
-    their place would lack it too, and has to stop another instance.
+    Those of processes that should have ended long ago are not counted. Nor are those of starts that
+    lacked memory (of the host, for example): another start in their place would lack it too, and
+    has to stop another instance.
     """
     return sum(
         s.memory.reserved // max(1, len(s.device_ids))
-        for s in status.instances
+        for s in (presence.status.instances if presence.status is not None else ())
         if s.state is InstanceState.FAILED
+        and s.instance_id not in presence.stuck
         and device_id in s.device_ids
         and s.instance_id not in state.instances
         and (s.error is None or s.error.code != InsufficientMemory.code)

@@ -64,7 +64,7 @@ def _counts(report: InstanceReport | None) -> tuple[object, ...]:
     status = report.status
     kept = status.memory.reserved if status.state.parked else None
     possible = (status.suspension.possible, status.suspension.assessed)
-    return (status.state, report.idle_since, kept, possible, status.suspension.left_bytes, is_drained(report))
+    return (status.state, report.idle_since, kept, possible, status.suspension.left_bytes, is_drained(report), report.is_stuck)
 
 
 def with_keep_alive(state: ClusterState, keep: Keep) -> ClusterState:
@@ -117,7 +117,7 @@ def _may_be_surplus(state: ClusterState, i: Instance, model: Model, report: Inst
 
 def _offers(presence: Presence | None) -> tuple[object, ...]:
     status = presence.status if presence else None
-    return (presence.alive, status.stopping, status.devices) if presence and status else ()
+    return (presence.alive, status.stopping, status.devices, presence.stuck) if presence and status else ()
 
 
 def _regroup(state: ClusterState, name: str, old: Iterable[str], new: Iterable[str], member: str) -> None:

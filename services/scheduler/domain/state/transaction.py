@@ -137,3 +137,8 @@ class Transaction:
         """Return since when an instance is idle; None while it serves or has not been reported."""
         report: InstanceReport | None = self.state.reports.get(instance_id)
         return report.idle_since if report else None
+
+    def is_stuck(self, instance_id: str) -> bool:
+        """True if an instance should have left long ago, so that nothing waits for its memory."""
+        report: InstanceReport | None = self.state.reports.get(instance_id)
+        return report is not None and report.is_stuck

@@ -6,6 +6,7 @@ the cached weights and the links (`adapters/statistics.py`), until the loader's 
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Literal
 from zlib import crc32
 
@@ -22,12 +23,16 @@ class Presence:
 
     Attributes:
         status: None: the database has the node, which has sent no message yet.
+        ending_since: By instance that failed: the time of the first report of that.
+        stuck: Those of them whose memory nothing waits for any more.
     """
 
     node: str
     last_message_at: float
     alive: bool = True
     status: NodeStatus | None = None
+    ending_since: dict[str, float] = field(default_factory=dict)
+    stuck: frozenset[str] = frozenset()
 
     @property
     def key(self) -> str:
@@ -96,6 +101,8 @@ class InstanceReport:
         counted_since: Time of the first report that this leader got of an instance that had served;
             None: it had not.
         load_changed_at: Time at which its load last changed.
+        leaving_since: Time of the first report since it was asked to leave; None: it was not.
+        is_stuck: True if it should have left long ago: nothing waits for its memory any more.
     """
 
     instance_id: str
@@ -105,6 +112,8 @@ class InstanceReport:
     completed_before: int = 0
     counted_since: float | None = None
     load_changed_at: float = 0.0
+    leaving_since: float | None = None
+    is_stuck: bool = False
 
     @property
     def key(self) -> str:

@@ -8,6 +8,7 @@ from services.scheduler.domain.effects import LoadEnded, PublishLoadFailed, Send
 from services.scheduler.domain.events import StartRefused
 from services.scheduler.domain.lifecycle.failures import MAX_KILLED
 from services.scheduler.domain.state.accounting import booking_of
+from shared.contracts.node import InstanceState
 from shared.errors import CheckpointInvalid, EngineFailed, EngineKilled, Unreachable
 from tests.support.fake_node import MIB
 from tests.unit.scheduler.fake_agents import no_room
@@ -50,6 +51,25 @@ def test_failed_instance_is_replaced_in_its_own_memory(w: World, is_start: bool)
     w.finish_stops()
     assert len(w.starts("a")) == 2
     assert not w.stops("idle")
+
+
+def test_memory_of_a_failed_process_that_does_not_end_is_waited_for_with_a_bound(w: World) -> None:
+    """A process that hangs in its driver survives SIGKILL."""
+    w.node("n1", budget=800 * MIB)
+    w.model("idle", weights=150 * MIB)
+    w.model("a", weights=150 * MIB)
+    idle = w.up("idle")
+    w.demand("a")
+    w.fail("a", EngineFailed("boom").body(), is_ending=True)
+    for _ in range(int(w.policy.stuck_after_s)):
+        w.demand("a")
+        w.tick(1)
+    assert not w.stops("idle")
+    w.tick(1)
+    assert len(w.stops("idle")) == 1
+    idle.state = InstanceState.STOPPED
+    w.report()
+    assert len(w.starts("a")) == 2
 
 
 def test_model_is_evicted_for_a_start_that_lacked_shared_memory(w: World) -> None:

@@ -44,6 +44,47 @@ def test_5_memory_of_a_stopping_instance_is_claimed(w: World) -> None:
     assert len(w.starts("c")) == 1
 
 
+def wait_for_stuck(w: World, model: str) -> None:
+    """Let requests wait for `model` until a stopping instance counts as one that stays."""
+    for _ in range(int(w.policy.drain_timeout_s + w.policy.stuck_after_s)):
+        w.tick(1)
+        w.demand(model)
+
+
+def test_5_memory_of_an_instance_that_does_not_stop_is_claimed_with_a_bound(w: World) -> None:
+    """Its process survives SIGKILL, as in a driver that hangs: another instance leaves."""
+    three(w)
+    w.up("a")
+    b = w.up("b")
+    w.sleep("a")
+    w.demand("c")
+    wait_for_stuck(w, "c")
+    assert not w.stops("b")
+    w.tick(2)
+    assert len(w.stops("b")) == 1
+    assert not w.starts("c")
+    b.state = InstanceState.STOPPED
+    w.report()
+    assert len(w.starts("c")) == 1
+
+
+def test_5_model_that_waits_for_an_instance_that_does_not_stop_names_it(w: World) -> None:
+    w.node(budget=400 * MIB)
+    w.model("a")
+    w.model("c")
+    a = w.up("a")
+    w.sleep("a")
+    w.demand("c")
+    wait_for_stuck(w, "c")
+    w.tick(2)
+    plan = w.state.last_plan_of("c")
+    assert plan is not None
+    assert plan.reason.endswith(f"should have ended, but still holds memory: {a.command.instance_id}")
+    assert plan.way == "wait"
+    w.finish_stops()
+    assert len(w.starts("c")) == 1
+
+
 def test_6_longest_idle_instance_is_evicted_and_the_start_waits_for_its_memory(w: World) -> None:
     agent = three(w)
     w.up("a")

@@ -43,11 +43,14 @@ up: $(STAMP) ## Install, start the mesh in the background, and show it with thre
 down: ## Stop the mesh
 	@$(BIN)/thaw down
 
+# `make -n` runs each line that names $(MAKE), so that line of `test` must not: it runs pytest, too.
+SUBMAKE := $(MAKE)
+
 # Real engines after all others: each computes with all cores, and starves what runs beside it.
 test: $(STAMP) ## Run the whole test suite
 	@status=0; \
 	THAW_TEST_MESH_WORKERS=$(MESH_WORKERS) $(BIN)/pytest -n $(WORKERS) --dist loadscope --ignore $(REAL) || status=$$?; \
-	$(MAKE) --no-print-directory -k -j 2 --output-sync test-own-engines test-shared-engines || status=$$?; \
+	$(SUBMAKE) --no-print-directory -k -j 2 --output-sync test-own-engines test-shared-engines || status=$$?; \
 	exit $$status
 
 test-own-engines: $(STAMP)

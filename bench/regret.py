@@ -47,7 +47,7 @@ Sharing = Literal["turns", "memory", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all cases have in common.
+    """Settings that all cases have in common.
 
     Attributes:
         length: Length of each workload, in its first lengths.

@@ -82,7 +82,7 @@ def test_rendered_overlay_fits_the_schema(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_reference_of_an_overlay_resolves(overlay: str, made: tuple[Path, dict[str, Resource]]) -> None:
-    """What an overlay names exists in it; Secrets are those that thaw.kubernetes prints."""
+    """An overlay names its own resources, and the Secrets that thaw.kubernetes prints."""
     resources = rendered(overlay)
     maps, secrets = named(resources, "ConfigMap"), made[1]
     for name, pod in pods(resources).items():

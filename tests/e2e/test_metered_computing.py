@@ -78,7 +78,7 @@ def read_all(admin: httpx.Client) -> tuple[float, float]:
 
 
 def test_abandoned_work_is_in_the_ledger_as_well(admin: httpx.Client, keyed: openai.OpenAI) -> None:
-    """What the engine computes is charged to the key, or else to the owner of the model."""
+    """Computing is charged to the key, or else to the owner of the model."""
     message: Any = {"role": "user", "content": "word " * 200}
     before_s = read_load(admin)["busy_s"]
     for _ in range(3):

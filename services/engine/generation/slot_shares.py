@@ -1,4 +1,4 @@
-"""Who gets the slots of a batcher: applies `services.engine.domain.fair_slots` to its sequences."""
+"""Shares of a batcher's slots: applies `services.engine.domain.fair_slots` to its sequences."""
 
 from __future__ import annotations
 

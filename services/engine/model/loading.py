@@ -40,7 +40,7 @@ from shared.errors import EngineFailed, from_body
 
 log = logging.getLogger(__name__)
 Until = Literal["index", "complete"]
-"""What an attach waits for: the tensors' locations, or all bytes."""
+"""The condition that an attach waits for: the tensors' locations, or all bytes."""
 
 
 @dataclass(frozen=True)

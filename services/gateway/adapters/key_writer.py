@@ -44,7 +44,7 @@ Action = Literal["add", "change", "rotate", "revoke", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who changes a key: the name of an admin key, and the client's address."""
+    """The author of a change of a key: the name of an admin key, and the client's address."""
 
     name: str
     address: str = ""

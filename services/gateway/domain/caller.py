@@ -1,4 +1,4 @@
-"""Who sent a request: the scope of its API key, and the models that it may use."""
+"""The sender of a request: the scope of its API key, and the models that it may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who pays for device time that is charged to no request.
+"""Payers of device time that is charged to no request.
 
 Engines have meters of it, by the plan that made the work necessary. The ledger has each meter's
 last reading, and records the difference in one transaction with the new one. So a reading counts

@@ -18,7 +18,7 @@ class Database(Protocol):
 
 
 class LoaderRecords:
-    """What is written of the loaders in one term."""
+    """The statuses of loaders that one term has written."""
 
     def __init__(self, database: Database, epoch: int) -> None:
         self._database = database

@@ -1,4 +1,4 @@
-"""Who pays for starts: shares of their seconds, and of what they took from others.
+"""Payers of starts: shares of their seconds, and of the memory that they took from others.
 
 The requests that waited for a start share it equally. They also share the time that it took to
 clear its memory, and the restarts of models that it preempted, which their own requests do not pay

@@ -1,4 +1,4 @@
-"""What a migration makes an engine compute again is charged to its cause, not to the request."""
+"""Computing that a migration repeats is charged to its cause, not to the request."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
 
 @dataclass(frozen=True, order=True)
 class Taken:
-    """What a rank has reported, in bytes."""
+    """The bytes that a rank has reported."""
 
     rank: int
     taken: int

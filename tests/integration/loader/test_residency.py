@@ -1,4 +1,4 @@
-"""What a loader with a separate device reports of weights, loaded or not, over real NATS."""
+"""Reports of a loader with a separate device about weights, loaded or not, over real NATS."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ async def stopped_executor(agent: Node, card: ModelCard) -> psutil.Process:
 
 @pytest.mark.usefixtures("kernel_kills")
 async def test_an_executor_that_dies_before_the_attach(node: tuple[Node, list[ModelCard], Engines]) -> None:
-    """What the start booked is free afterwards, and the next start runs."""
+    """The memory that the start booked is free afterwards, and the next start runs."""
     agent, cards, engines = node
     executor = await stopped_executor(agent, cards[0])
     await send(agent, cards[1], "bound", "cpu:1", "cpu:2")

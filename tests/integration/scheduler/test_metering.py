@@ -1,4 +1,4 @@
-"""What requests use is in the ledger once, by key and model, through kills of every process."""
+"""The usage of requests is in the ledger once, by key and model, whichever process is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `thaw init` and `thaw doctor` say of GPUs whose driver is missing or fails."""
+"""`thaw init` and `thaw doctor` report GPUs whose driver is missing or fails."""
 
 from __future__ import annotations
 

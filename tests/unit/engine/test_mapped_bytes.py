@@ -1,4 +1,4 @@
-"""What an executor still maps of a detached model's weights."""
+"""Weights of a detached model that an executor still maps."""
 
 from __future__ import annotations
 

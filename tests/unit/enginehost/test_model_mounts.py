@@ -1,4 +1,4 @@
-"""What a container gets of its model."""
+"""Files of a model that are mounted into its container."""
 
 from __future__ import annotations
 

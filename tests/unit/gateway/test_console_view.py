@@ -1,4 +1,4 @@
-"""What the console's pages receive of the cluster."""
+"""The view of the cluster that the console's pages receive."""
 
 from __future__ import annotations
 

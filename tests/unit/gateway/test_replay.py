@@ -1,4 +1,4 @@
-"""What a gateway reads of a stored response before another engine continues it."""
+"""Parts of a stored response that a gateway reads before another engine continues it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a changed vLLM does at its first grammar, on a stand-in for vLLM's manager of grammars."""
+"""The first grammar of a changed vLLM, with a stand-in for vLLM's manager of grammars."""
 
 from __future__ import annotations
 

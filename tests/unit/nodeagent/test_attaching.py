@@ -1,4 +1,4 @@
-"""What a nodeagent publishes and measures while an instance joins an executor."""
+"""Statuses and phases of an instance that joins an executor."""
 
 from __future__ import annotations
 

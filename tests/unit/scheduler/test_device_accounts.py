@@ -1,4 +1,4 @@
-"""What no gateway records of the engines' charges is paid by the owner, and taken back later."""
+"""Charges of engines that no gateway has recorded are the owner's, until a gateway records them."""
 
 from __future__ import annotations
 

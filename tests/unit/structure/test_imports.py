@@ -1,4 +1,4 @@
-"""What the processes of a mesh do not import at start.
+"""Modules that the processes of a mesh do not import at start.
 
 Each unneeded import costs every start, and every restart after a crash.
 """

@@ -1,4 +1,4 @@
-"""What `make test` makes smaller, `make test-long` runs in full."""
+"""`make test-long` runs each module in full that `make test` makes smaller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device has of each weights' units, and what a load would copy."""
+"""Units of weights that a device has, and bytes that a load would copy."""
 
 from __future__ import annotations
 

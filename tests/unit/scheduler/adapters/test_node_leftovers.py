@@ -1,4 +1,4 @@
-"""What a term keeps of nodes goes with them: autoscaled nodes have new names all the time."""
+"""A term forgets its records of a removed node: autoscaled nodes have new names all the time."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from thaw.cli.explain import _way
 
 READY, LOADING = InstanceState.READY, InstanceState.LOADING
 WHOLE = 382 * MIB
-"""What an instance of the model needs; a stage of two needs 291 MiB."""
+"""Memory of an instance of the model; a stage of two needs 291 MiB."""
 
 
 def test_objective_that_low_memory_workers_miss_is_met_with_a_full_worker() -> None:

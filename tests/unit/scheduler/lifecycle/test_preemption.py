@@ -1,4 +1,4 @@
-"""What a start takes from others: time to clear memory, and restarts that it causes."""
+"""Costs of a preemption: the time to clear memory, and the restarts that it causes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transaction remembers of its state."""
+"""Values that a transaction computes once, until its state changes."""
 
 from __future__ import annotations
 

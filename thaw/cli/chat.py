@@ -38,10 +38,11 @@ def chat(
         options["max_tokens"] = max_tokens
     if temperature is not None:
         options["temperature"] = temperature
+    _check_text(system or "", prompt or "")
     history: list[Message] = [{"role": "system", "content": system}] if system else []
     api, out = Api.find(), screen(as_json)
     if prompt is None and (as_json or not sys.stdin.isatty()):
-        prompt = sys.stdin.read().strip()
+        prompt = _read_prompt()
         if not prompt:
             raise CommandError("There is no prompt.", "Give it as PROMPT or on standard input.", code="no_prompt")
     if prompt is not None:
@@ -49,6 +50,27 @@ def chat(
         return {"model": model, **_answer(api, out, model, history, options).document}
     _converse(api, out, model, history, options)
     return None
+
+
+def _read_prompt() -> str:
+    try:
+        prompt = sys.stdin.read().strip()
+    except UnicodeDecodeError as e:
+        raise _make_encoding_error() from e
+    _check_text(prompt)
+    return prompt
+
+
+def _check_text(*texts: str) -> None:
+    """Refuse text with bytes that are no UTF-8, which Python reads as lone surrogates."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as e:
+        raise _make_encoding_error() from e
+
+
+def _make_encoding_error() -> CommandError:
+    return CommandError("The prompt is not UTF-8 text.", "Convert it to UTF-8, for example with iconv.", code="invalid_prompt")
 
 
 def _answer(api: Api, out: Console, model: str, history: list[Message], options: dict[str, float]) -> Completion:
@@ -78,6 +100,9 @@ def _converse(api: Api, out: Console, model: str, history: list[Message], option
     while True:
         try:
             prompt = input("> ").strip()
+        except UnicodeDecodeError:
+            show_error(_make_encoding_error(), as_json=False)
+            continue
         except (EOFError, KeyboardInterrupt):
             out.print()
             return
@@ -88,6 +113,7 @@ def _converse(api: Api, out: Console, model: str, history: list[Message], option
             continue
         history.append({"role": "user", "content": prompt})
         try:
+            _check_text(prompt)
             completion = _answer(api, out, model, history, options)
         except CommandError as e:
             history.pop()

@@ -9,6 +9,7 @@ import time
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -72,6 +73,9 @@ def assumption(text: str) -> Assumption:
                 return AssumeBudget(node=node, device=device, nbytes=parse_size(size))
             case "drop-node" if value:
                 return AssumeNoNode(node=value)
+    except ValidationError as e:
+        faults = "; ".join(f"{fault['loc'][-1]}: {fault['msg']}" for fault in e.errors())
+        raise CommandError(f"--what-if {text} is not understood: {faults}", f"Write {_FORMS}.", code="invalid_request") from e
     except ValueError as e:
         raise CommandError(f"--what-if {text} is not understood: {e}", f"Write {_FORMS}.", code="invalid_request") from e
     raise CommandError(f"--what-if {text} is not understood.", f"Write {_FORMS}.", code="invalid_request")

@@ -351,9 +351,15 @@ def _expiry(text: str) -> int | None:
     if text == "never":
         return None
     try:
-        return int(datetime.strptime(text, "%Y-%m-%d").astimezone().timestamp())
+        at = int(datetime.strptime(text, "%Y-%m-%d").astimezone().timestamp())
     except ValueError:
-        return int(time.time()) + _seconds(text, "--expires")
+        at = int(time.time()) + _seconds(text, "--expires")
+    if at <= time.time():
+        raise CommandError(
+            f"--expires {text} is not in the future.",
+            "Give a later date, or a duration such as 30d. `thaw keys revoke NAME` ends a key now.",
+        )
+    return at
 
 
 def _seconds(text: str, option: str) -> int:

@@ -87,6 +87,7 @@ def drain(
         out.print(f"[green]✓[/] {node} is being emptied; `thaw ps` shows what is left")
         return {"node": node, "action": "drain"}
     left, records = _until_empty(api, node, timeout, known, groups)
+    is_lost = any(n.node == node and not n.alive for n in api.cluster().nodes)
     moved = [m for r in records for m in r.requests if m.outcome == "moved"]
     stuck = [f"{m.request_id}: {m.reason}" for r in records for m in r.requests if m.outcome in ("failed", "fixed") and m.reason]
     if left:
@@ -95,14 +96,19 @@ def drain(
             out.print(
                 f"  {escape(i.model)} ({i.instance_id}) is {i.state.value} and serves {i.load.active + i.load.waiting} requests"
             )
+    elif is_lost:
+        out.print(
+            f"[red]{node} is lost[/]: it does not report its instances. `thaw node rm {node}` forgets it if its machine is gone for good."
+        )
     else:
         out.print(f"[green]✓[/] {node} is empty; {len(moved)} requests moved elsewhere")
     for line in stuck:
         out.print(f"  could not move: {escape(line)}")
     return {
-        "ok": not left,
+        "ok": not left and not is_lost,
         "node": node,
         "action": "drain",
+        "lost": is_lost,
         "left": [i.model_dump(mode="json") for i in left],
         "moved": len(moved),
         "stuck": stuck,

@@ -63,16 +63,18 @@ def up(
     asked = file or ThawFile()
     wanted = Wanted(host=host, port=port, nodes=nodes, mesh=asked.mesh, scheduler=asked.scheduler, prices=asked.prices)
     home.create(wanted.node_names)
-    with control.starting(home, lambda: out.print("waiting for another `thaw up`, which is starting the mesh")):
+    with control.starting(home, lambda: out.print("waiting for another `thaw up`, which starts the mesh or applies its file")):
         if (status := running_status(home)) is not None and status.stopping:
             with out.status("waiting for the mesh that is just stopping"):
                 control.await_stopped(status)
             status = None
-        started = None if status is not None else _start(home, file, wanted, demo, out, detach)
-    if started is None:
-        return _already_running(home, file, wanted, demo, out)
-    supervisor, document = started
-    if detach:
+        # Also for a running mesh: files that are applied at once would leave models of both.
+        supervisor: Identity | None = None
+        if status is None:
+            supervisor, document = _start(home, file, wanted, demo, out, detach)
+        else:
+            document = _apply_to_running(home, file, wanted, demo, out)
+    if detach or supervisor is None:
         if not as_json:
             _follow(Api.from_home(home), out)
         return document
@@ -97,7 +99,7 @@ def _follow(api: Api, out: Console) -> None:
         out.print(f"[dim]Models are still being parked; `{program()} ps` shows their progress.[/]")
 
 
-def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console) -> Document:
+def _apply_to_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bool, out: Console) -> Document:
     api = Api.from_home(home)
     out.print(f"The mesh is running already: [bold]{api.url}/v1[/]  [dim](`{program()} down` stops it)[/]")
     out.print(f"Its console is at [bold]{api.url}/ui[/]")
@@ -118,8 +120,6 @@ def _already_running(home: Home, file: ThawFile | None, wanted: Wanted, demo: bo
         apply_models(api, home, specs, out, declared=False)
         with demos.usable_key(api):
             document["demo"] = demos.ask_each(api, specs, out)
-    if not out.quiet:
-        _follow(api, out)
     return document
 
 

@@ -18,7 +18,9 @@ import pytest
 
 from shared.ports import free_port
 from tests.support.launcher import Thaw
+from tests.support.mesh import held
 from tests.support.servers import NatsServer
+from thaw.demo.models import make_demo_model
 from thaw.errors import CommandError
 from thaw.launcher import preflight, unprivileged
 from thaw.launcher.home import Home, write_private
@@ -61,6 +63,25 @@ def test_concurrent_ups_start_one_mesh(thaw: Thaw) -> None:
     assert sorted(d["already_running"] for d in documents) == [False, True]
     assert {d["endpoint"] for d in documents} == {f"{thaw.url}/v1"}
     assert {s["restarts"] for s in json.loads((thaw.home / "run" / "supervisor.json").read_text())["services"].values()} == {0}
+
+
+def test_a_second_up_waits_until_the_first_has_applied_its_file(thaw: Thaw, tmp_path: Path) -> None:
+    thaw.json("up", "--detach", "--port", str(thaw.port))
+    files: dict[str, Path] = {}
+    commands: list[subprocess.Popen[str]] = []
+    for name in ("first", "second"):
+        source = make_demo_model(tmp_path / name, "test")
+        files[name] = tmp_path / f"{name}.yaml"
+        files[name].write_text(f"models: [{{name: {name}, source: {source}}}]\n")
+    with held(thaw.pid("supervisor")), held(thaw.pid("gateway")):  # the first command waits for the gateway
+        for name, words in (("first", "The mesh is running already"), ("second", "waiting for another `thaw up`")):
+            commands.append(thaw.popen("up", "--detach", "--config", str(files[name])))
+            assert commands[-1].stdout is not None
+            assert words in commands[-1].stdout.readline(), name
+    ends = [command.communicate(timeout=150) for command in commands]
+    assert [command.returncode for command in commands] == [0, 0], ends
+    assert "- first removed" in ends[1][0]
+    assert [card["spec"]["name"] for card in thaw.json("models", "list")["models"]] == ["second"]
 
 
 def test_a_supervisor_status_of_another_version_is_refused(thaw: Thaw) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -32,3 +33,12 @@ def test_control_sequences_of_a_model_do_not_reach_the_terminal(capsys: pytest.C
 def test_json_has_the_text_as_it_was_generated(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "m", "hi", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == GENERATED
+
+
+@pytest.mark.parametrize("arguments", [["m"], ["m", "hi \udcff"], ["m", "hi", "--system", "\udcff"]])
+def test_a_prompt_that_is_no_utf8_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi \xff"), encoding="utf-8"))
+    assert main(["chat", *arguments, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "invalid_prompt"

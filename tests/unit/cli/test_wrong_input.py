@@ -49,16 +49,21 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("expires", ("keys", "change", "alice", "--expires", "1900-01-01")),
         ("expires", ("keys", "add", "alice", "--expires", "1900-01-01")),
         ("--expires", ("keys", "change", "alice", "--expires", f"{LARGE}d")),
+        ("--expires 2020-01-01 is not in the future", ("keys", "add", "alice", "--expires", "2020-01-01")),
+        ("--expires 0 is not in the future", ("keys", "change", "alice", "--expires", "0")),
         ("models", ("keys", "change", "alice", *(["--models", "x"] * 300))),
         ("'a b'", ("keys", "add", "a b")),
         ("--since", ("usage", "--since", f"{LARGE}d")),
         ("--memory", ("models", "add", "x", "hf://a/b", "--memory", f"{LARGE}GB")),
         ("--what-if", ("explain", "m", "--what-if", f"budget=n/cuda:0:{LARGE}GB")),
+        ("devices: Input should be greater than 0", ("explain", "m", "--what-if", "add-node=big:0")),
         ("node", ("pull", "m", "--node", "")),
     ],
 )
 def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str], named: str, arguments: tuple[str, ...]) -> None:
-    assert named in error_of(capsys, *arguments)
+    message = error_of(capsys, *arguments)
+    assert named in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("place", ["user:pa#ss@host:4222", "user:pa/ss@host:4222", "host:abc", "[::1:4222", "host:4222,[::1:4222"])

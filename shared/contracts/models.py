@@ -77,10 +77,14 @@ HIDDEN = "***"
 """Value of an environment variable that the caller may not see."""
 
 
-def _without_credentials(source: str) -> str:
+def strip_credentials(source: str) -> str:
+    """Remove user, password and query, which may be secrets, from an HTTP URL."""
     if not source.startswith(("http://", "https://")):
         return source
-    parts = urlsplit(source)
+    try:
+        parts = urlsplit(source)
+    except ValueError:  # no URL, but it may have a password
+        return f"{source.partition('://')[0]}://"
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
@@ -354,7 +358,7 @@ class ModelSpec(ModelOptions):
     @property
     def public_source(self) -> str:
         """Remove user, password and query, which may be secrets, from the URL `source`."""
-        return _without_credentials(self.source)
+        return strip_credentials(self.source)
 
     def without_secrets(self) -> ModelSpec:
         """Return the spec for callers who may not change it: no credentials, no values of `env`."""
@@ -421,7 +425,7 @@ class ModelCard(Frozen):
 
     def without_secrets(self) -> ModelCard:
         """Return the card for callers who may see, not change."""
-        info = self.info.model_copy(update={"source": _without_credentials(self.info.source)})
+        info = self.info.model_copy(update={"source": strip_credentials(self.info.source)})
         return self.model_copy(update={"spec": self.spec.without_secrets(), "info": info})
 
     def in_stages(self, count: int) -> ModelCard:

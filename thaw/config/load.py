@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from shared.contracts.keys import HASH_PATTERN, NewKey
-from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec
+from shared.contracts.models import ENGINE_SOURCE, ModelOptions, ModelSpec, strip_credentials
 from shared.contracts.prices import Prices
 from shared.device_list import PAGE_BYTES, SEPARATE, parse_devices, parse_rate
 from shared.model_paths import resolve_model
@@ -309,8 +309,8 @@ class _Check:
             if not re.fullmatch(REMOTE_PATTERN, source):
                 self._tree.fault(
                     (*path, "source"),
-                    f"given {source!r}; allowed: a directory, hf://org/name[@revision], https://host/path, s3://bucket/prefix, "
-                    "gs://bucket/prefix, or az://container/prefix",
+                    f"given {strip_credentials(source)!r}; allowed: a directory, hf://org/name[@revision], https://host/path, "
+                    "s3://bucket/prefix, gs://bucket/prefix, or az://container/prefix",
                 )
             return source
         try:

@@ -73,6 +73,12 @@ def test_messages_about_a_credential_do_not_show_it(tmp_path: Path, text: str) -
     assert "48151" not in fault.message
 
 
+def test_a_faulty_url_is_shown_without_its_credentials(tmp_path: Path) -> None:
+    url = "https://user:4815162342@host/a b?token=4815162342"
+    (fault,) = faults(tmp_path, f'models:\n  - {{name: a, source: "{url}"}}\n')
+    assert fault.message.startswith("given 'https://host/a b'; allowed: ")
+
+
 def test_a_key_expires_at_the_time_of_the_file_and_a_date_at_its_beginning(tmp_path: Path) -> None:
     file = load(
         tmp_path,

@@ -47,4 +47,5 @@ def prefill_tokens(plan: StepPlan, limits: Limits) -> int:
     """Rule 2: tokens that background prefill may compute in this step."""
     if any(work.count > 1 for work in plan.work):
         return 0
-    return max(1, limits.chunk_tokens // _SHARE) if plan.work else limits.chunk_tokens
+    share = max(1, limits.chunk_tokens // _SHARE) if plan.work else limits.chunk_tokens
+    return max(0, min(share, limits.step_tokens - len(plan.work)))

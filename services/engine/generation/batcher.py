@@ -8,6 +8,7 @@ computes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -24,7 +25,7 @@ from services.engine.domain import background_prefill
 from services.engine.domain.fair_slots import Flow
 from services.engine.domain.step_costs import StepCosts
 from services.engine.domain.step_planning import Limits, SequenceView, StepPlan, blocks_for, plan_step
-from services.engine.generation.command_queue import CommandQueue
+from services.engine.generation.command_queue import CommandQueue, stopped_error
 from services.engine.generation.commands import (
     Cancel,
     DiscardPrepared,
@@ -171,10 +172,20 @@ class Batcher(CommandQueue):
         Returns:
             False after `stop`.
         """
+        try:
+            is_running = self._run(is_contended=is_contended, computes=computes)
+        except BaseException:
+            self._end()
+            raise
+        if not is_running:
+            self._end()
+        return is_running
+
+    def _run(self, *, is_contended: bool, computes: bool) -> bool:
+        """Run a step. False: the batcher is stopped."""
         self._pages_due = None
         self.meters.begin(time.monotonic())
         if not self._take_commands():
-            self._masks.close()
             return False
         self._prepared.expire(time.monotonic())
         events, self._pending_events = self._pending_events, []
@@ -194,6 +205,13 @@ class Batcher(CommandQueue):
         has_more = bool(self._running or self._waiting or self._embeddings or self._prepared.busy)
         self.meters.end(time.monotonic(), has_results=bool(events), has_more=has_more)
         return True
+
+    def _end(self) -> None:
+        """Answer whatever waits for the batcher, and take no more commands."""
+        self._masks.close()
+        with contextlib.suppress(RuntimeError):  # the event loop that waits for them is closed
+            self._prepared.close(stopped_error())
+        self.close()
 
     def _step_limits(self, *, is_contended: bool) -> Limits:
         limits = self._kv.limits

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
 from collections.abc import Callable
 
 from services.engine.generation.commands import (
@@ -13,6 +15,7 @@ from services.engine.generation.commands import (
     SetKvBlocks,
     ShrinkKv,
     Stop,
+    Transfer,
     UnloadLora,
     WarmUp,
     Yield,
@@ -20,13 +23,15 @@ from services.engine.generation.commands import (
 from services.engine.generation.lora_layers import LoraAdapter
 from services.engine.generation.prepared_prefixes import PrepareOrder
 from services.engine.generation.request import EmbedRequest, GenerationRequest
+from shared.errors import ShuttingDown
 
 
 class CommandQueue:
     """Commands of any thread, in their order.
 
     Only the computing thread calls `has_commands` and `next_command`; any thread may call the other
-    methods.
+    methods. After the end of the batcher, and behind a `Stop`, commands are answered with
+    `ShuttingDown`, if anything waits for them.
 
     Attributes:
         on_command: Called after each command, on the thread that sent it.
@@ -35,6 +40,8 @@ class CommandQueue:
     def __init__(self) -> None:
         self.on_command: Callable[[], None] = lambda: None
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def has_commands(self) -> bool:
         return not self._commands.empty()
@@ -100,5 +107,43 @@ class CommandQueue:
         self.send(Stop())
 
     def send(self, command: Command) -> None:
-        self._commands.put(command)
-        self.on_command()
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._commands.put(command)
+        if is_closed:
+            _refuse(command)
+        else:
+            self.on_command()
+
+    def close(self) -> None:
+        """Refuse the commands that are queued, and all later ones."""
+        with self._lock:
+            self._is_closed = True
+        while (command := self.next_command()) is not None:
+            _refuse(command)
+
+
+def stopped_error() -> ShuttingDown:
+    return ShuttingDown("The engine has stopped, and computes nothing more")
+
+
+def _refuse(command: Command) -> None:
+    """Answer a command that no step applies."""
+    with contextlib.suppress(RuntimeError):  # the event loop that waits for it is closed
+        _answer(command)
+
+
+def _answer(command: Command) -> None:
+    """Answer with `ShuttingDown` what waits for the command."""
+    match command:
+        case Transfer(fail=fail):
+            fail(stopped_error())
+        case PrepareOrder(on_done=on_done):
+            on_done(stopped_error())
+        case UnloadLora(forgotten=forgotten):
+            forgotten()
+        case WarmUp(done=done):
+            done()
+        case _:  # nothing waits for the others: the requests fail with their engine
+            pass

@@ -87,9 +87,15 @@ class ShrinkKv:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Read or write keys and values (`generation/kv_transfers`). `run` never raises."""
+    """Read or write keys and values (`generation/kv_transfers`).
+
+    Attributes:
+        run: Does it. Never raises.
+        fail: Answers that it will not be done. Never raises.
+    """
 
     run: Callable[[], None]
+    fail: Callable[[Exception], None]
 
     @classmethod
     def create(cls, work: Callable[[], R], done: Future[R]) -> Transfer:
@@ -102,7 +108,11 @@ class Transfer:
                 except Exception as e:  # a thread boundary: the caller gets every error
                     done.set_exception(e)
 
-        return cls(run)
+        def fail(error: Exception) -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
+
+        return cls(run, fail)
 
 
 @dataclass(frozen=True)

@@ -312,6 +312,11 @@ class PreparedPrefixes:
         for name in [n for n, k in self._kept.items() if now >= k.expires]:
             self._drop(name, InsufficientMemory("Running requests left no time to compute the sequences within the deadline"))
 
+    def close(self, error: ThawError) -> None:
+        """Discard all entries; orders that are not complete fail with `error`."""
+        for name in list(self._kept):
+            self._drop(name, error)
+
     def preempt(self, blocks: int) -> int:
         """Discard at least `blocks` blocks, newest entries first.
 

@@ -81,7 +81,7 @@ class EngineMigration:
             InstanceDraining: The engine accepts no requests.
         """
         serving = self._serving
-        if serving.reader is None or serving.batcher is None or serving.draining:
+        if serving.reader is None or serving.batcher is None or serving.draining or serving.is_paused:
             raise InstanceDraining
         serving.reader.check_revision(order.revision)
         if not order.sequences or not all(order.sequences):

@@ -87,7 +87,7 @@ class Serving(RequestServer[Stream]):
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._grammars = BoundedReads(_COMPILE_WITHIN_S)
         self._block_bytes = 0
-        self._paused = False
+        self.is_paused = False
         self._loaded_at = 0.0
         self._unmetered_s = 0.0
         """Device seconds of the engine's own requests, and of results after a cancellation."""
@@ -179,10 +179,10 @@ class Serving(RequestServer[Stream]):
     def pause(self) -> None:
         """Reject new requests until `unpause`. Raises `InstanceBusy` if any are running."""
         self.raise_if_busy()
-        self._paused = True
+        self.is_paused = True
 
     def unpause(self) -> None:
-        self._paused = False
+        self.is_paused = False
 
     def serve_internal(self, request: InferRequest, on_response: Callable[[BaseModel], None]) -> None:
         """Serve a request of the engine itself, even while paused.
@@ -210,7 +210,7 @@ class Serving(RequestServer[Stream]):
     # Requests in
 
     async def _handle_request(self, request: InferRequest, reply: str, parent: str | None, size: int) -> None:
-        if self._paused:
+        if self.is_paused:
             raise InstanceDraining
         stream = Stream(request.request_id, reply, parent, Timeline("engine"), time.monotonic(), adapter=request.adapter)
         self._accept(request, stream, size)

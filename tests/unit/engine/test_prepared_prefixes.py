@@ -5,6 +5,8 @@ Current requests have priority.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.engine.domain.background_prefill import common_prefix_length, free_blocks, prefill_tokens, unused_blocks
 from services.engine.domain.step_planning import BLOCK_TOKENS, Limits, SequenceView, StepPlan, Work
 
@@ -33,3 +35,10 @@ def test_common_prefix_length_of_two_sequences() -> None:
     assert common_prefix_length((1, 2, 3), (1, 2, 3, 4)) == 3
     assert common_prefix_length((1, 2, 3), (1, 9, 3)) == 1
     assert common_prefix_length((), (1,)) == 0
+
+
+def test_prefill_does_not_exceed_the_tokens_of_a_step() -> None:
+    small = replace(LIMITS, step_tokens=20)
+    assert prefill_tokens(StepPlan(), small) == 20
+    assert prefill_tokens(StepPlan((Work(1, 1), Work(2, 1))), small) == 18
+    assert prefill_tokens(StepPlan((Work(1, 1), Work(2, 1))), replace(LIMITS, step_tokens=1)) == 0

@@ -12,11 +12,13 @@ from services.engine.domain.sampling_params import SamplingParams, StopCondition
 from services.engine.generation.batcher import Batcher
 from services.engine.generation.events import Broken, Progressed
 from services.engine.generation.request import Choice, GenerationRequest
+from services.engine.server.migration import EngineMigration
 from services.engine.server.request_reader import RequestReader
 from services.engine.server.serving import Serving
 from services.engine.server.suspension import Suspension
 from shared.contracts.engine import EngineAsleep, EngineProbed
 from shared.contracts.inference import ChoiceDelta, InferRequest
+from shared.contracts.migration import PrepareResume
 from shared.errors import EngineFailed, InstanceBusy, InstanceDraining
 from shared.messaging import Mesh
 from tests.unit.engine.lora_cards import card
@@ -49,9 +51,9 @@ class Engine:
 
     def __init__(self) -> None:
         self._batcher = HeldBatcher()
-        self._serving = Serving(cast(Mesh, None))
-        self._serving.open(cast(RequestReader, cast(Any, Reader())), cast(Batcher, cast(Any, self._batcher)), 1)
-        self._suspension = Suspension("i", card("a"), self._serving)
+        self.serving = Serving(cast(Mesh, None))
+        self.serving.open(cast(RequestReader, cast(Any, Reader())), cast(Batcher, cast(Any, self._batcher)), 1)
+        self._suspension = Suspension("i", card("a"), self.serving)
 
     @property
     def probes(self) -> int:
@@ -61,19 +63,19 @@ class Engine:
     def answer_newest(self, token: int) -> None:
         """Complete the probe that was asked for last, with a token."""
         delta = ChoiceDelta(token_ids=(token,), finish_reason="length")
-        self._serving.on_events([Progressed(self._batcher.running.pop(), (delta,), 1, 0.0, done=True)])
+        self.serving.on_events([Progressed(self._batcher.running.pop(), (delta,), 1, 0.0, done=True)])
 
     def fail_newest(self) -> None:
-        self._serving.on_events([Broken(self._batcher.running.pop(), EngineFailed("a fault"))])
+        self.serving.on_events([Broken(self._batcher.running.pop(), EngineFailed("a fault"))])
 
     async def refuses(self) -> bool:
         """Return whether the engine refuses a request of a gateway."""
         request = InferRequest(request_id="r", instance_id="i", model="m", endpoint="completion")
         try:
-            await self._serving._handle_request(request, "reply", None, 0)
+            await self.serving._handle_request(request, "reply", None, 0)
         except InstanceDraining:
             return True
-        self._serving.cancel("r")
+        self.serving.cancel("r")
         return False
 
     async def sleep(self) -> tuple[EngineAsleep, bool]:
@@ -88,7 +90,7 @@ class Engine:
         return await self._suspension.probe()
 
     def close(self) -> None:
-        self._serving.close()
+        self.serving.close()
 
 
 @pytest.fixture
@@ -178,7 +180,7 @@ async def test_sleep_waits_for_a_probe_and_not_for_requests(engine: Engine) -> N
     assert (await sleeping)[1]
     await engine_awake(engine)
     request = InferRequest(request_id="r", instance_id="i", model="m", endpoint="completion")
-    await engine._serving._handle_request(request, "reply", None, 0)
+    await engine.serving._handle_request(request, "reply", None, 0)
     with pytest.raises(InstanceBusy):
         await engine.sleep()
 
@@ -248,3 +250,12 @@ async def test_probe_after_a_wake_does_not_let_a_changed_engine_sleep(engine: En
     assert (await probing).same
     with pytest.raises(EngineFailed, match="has changed"):
         await engine.sleep()
+
+
+async def test_nothing_is_prepared_in_a_paused_engine() -> None:
+    """It may be frozen at any moment, and its memory is counted."""
+    engine = Engine()
+    engine.serving.pause()
+    order = PrepareResume(prepared="p", revision="r1", sequences=((1, 2),))
+    with pytest.raises(InstanceDraining):
+        await EngineMigration(engine.serving).prepare(order)

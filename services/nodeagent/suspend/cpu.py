@@ -25,7 +25,7 @@ _MOST_LEFT = 0.9
 """An engine that keeps more than this share of its memory is not worth suspending."""
 _SWAP_MARGIN = 1.05
 _Touched = dict[int, list[tuple[int, int]]]
-"""(address, bytes) of resident memory, by process."""
+"""(address, bytes) of resident memory, by process; empty until its second suspension."""
 
 
 class PageOut:
@@ -85,10 +85,11 @@ class PageOut:
             before = memory.footprint(target.pids)
             self._cgroups.freeze(target.instance_id)
             pids = tuple(sorted({*target.pids, *self._cgroups.pids(target.instance_id)}))
-            # The first time its working set is unknown: everything is resident because it was just
-            # created.
-            again = target.instance_id in self._touched
-            self._touched[target.instance_id] = _find_resident(pids) if again else {}
+            # The working set of a process is unknown the first time: everything is resident because
+            # it was just created.
+            known = self._touched.get(target.instance_id, {}).keys()
+            resident = _find_resident(tuple(pid for pid in pids if pid in known))
+            self._touched[target.instance_id] = {pid: resident.get(pid, []) for pid in pids}
             after = memory.page_out(pids, before.pss + before.swap)
         except (PermissionDenied, EngineFailed, OSError) as e:
             self._cgroups.thaw(target.instance_id)
@@ -112,7 +113,8 @@ class PageOut:
 
         All processes are prefetched in parallel; page faults would read one piece after the other.
         """
-        for pid, ranges in self._touched.get(target.instance_id, {}).items():
+        touched = self._touched.get(target.instance_id, {})
+        for pid, ranges in ((pid, ranges) for pid, ranges in touched.items() if ranges):
             task = asyncio.create_task(asyncio.to_thread(_prefetch, pid, ranges), name=f"prefetch {target.instance_id}")
             self._prefetching.add(task)
             task.add_done_callback(self._prefetching.discard)

@@ -100,6 +100,30 @@ async def test_pages_used_are_known_after_the_processes_changed_their_instance(
     assert memory.MADV_WILLNEED in given
 
 
+async def test_pages_of_processes_that_were_started_again_are_not_prefetched(
+    way: PageOut, groups: Cgroups, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host starts an engine again that failed to change its model: all is resident then."""
+    given = note_advice(monkeypatch)
+    target = tree.target(groups)
+    await way.suspend(target)
+    await way.resume(target)
+    groups.kill("i")
+    tree.process.wait(60)
+    later = Tree(10, 1)
+    try:
+        again = later.target(groups)
+        before = later.digest()
+        await way.suspend(again)
+        given.clear()
+        await way.resume(again)
+        await way.wait_for_prefetches()
+        assert later.digest() == before
+    finally:
+        later.close()
+    assert memory.MADV_WILLNEED not in given
+
+
 def note_advice(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the list that will hold all advice that the kernel is given."""
     given: list[int] = []

@@ -230,7 +230,8 @@ class Engine:
         if endpoint.engine_listens:
             inside = f"{CONTAINER_DIRECTORY}/{endpoint.socket.name}" if endpoint.socket is not None else ""
             launch = replace(launch, socket=str(endpoint.socket) if container is None else inside)
-        launch = replace(launch, is_private=endpoint.is_private)
+        directory = str(endpoint.directory) if endpoint.directory is not None and container is None else ""
+        launch = replace(launch, is_private=endpoint.is_private, directory=directory)
         self._endpoint = endpoint
         self.driver = driver_of(launch)
         is_local = endpoint.has_own_network or (self.rank is not None and self.rank.own_address == LOOPBACK)

@@ -58,6 +58,8 @@ class Launch:
         devices: All devices, if there are several.
         socket: Unix socket that the engine is reached by; empty if it is reached by a port.
         is_private: No other user of the machine can reach the engine.
+        directory: Directory of the sockets that the engine creates, removed with the engine; empty:
+            none.
         log: Path of the instance's log.
         rank: Its place among several nodes; None: the engine runs on this node alone.
     """
@@ -73,6 +75,7 @@ class Launch:
     devices: tuple[str, ...] = ()
     socket: str = ""
     is_private: bool = False
+    directory: str = ""
     log: str = ""
     rank: Rank | None = None
 

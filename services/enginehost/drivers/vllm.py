@@ -153,6 +153,9 @@ class Vllm(Driver):
 
     def environment(self) -> dict[str, str]:
         found = {**_QUIET, "VLLM_API_KEY": self.launch.key}
+        if self.launch.directory:
+            # A killed vLLM leaves its sockets, which are in /tmp by default.
+            found["VLLM_RPC_BASE_PATH"] = self.launch.directory
         if self.sleep_levels:
             found["VLLM_SERVER_DEV_MODE"] = "1"  # the sleep endpoints
         if not self.launch.remote:

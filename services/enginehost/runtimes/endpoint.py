@@ -34,6 +34,8 @@ _NAME = "engine.sock"
 _SHARED = "s"
 CONTAINER_DIRECTORY = "/run/thaw"
 """Mount point of the socket's directory in a container."""
+_LONGEST_NAME = 36
+"""Bytes of the longest name of a socket in such a directory: those of vLLM are UUIDs."""
 _TRIAL_WITHIN_S = 30.0
 LOOPBACK_ENVIRONMENT = {
     "VLLM_HOST_IP": LOOPBACK,
@@ -129,7 +131,7 @@ def make_directory(node_state: Path) -> Path:
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _sweep(parent)
     name = f"{os.getpid()}-{read_start_time(os.getpid())}-{secrets.token_hex(4)}"
-    if len(os.fsencode(parent / name / _SHARED / _NAME)) > MAX_SOCKET_PATH:
+    if len(os.fsencode(parent / name)) + 1 + _LONGEST_NAME > MAX_SOCKET_PATH:
         return Path(tempfile.mkdtemp(prefix="thaw-engine-"))
     (parent / name).mkdir(mode=0o700)
     return parent / name

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import stat
 import sys
+import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +145,31 @@ def test_next_host_removes_directories_of_killed_hosts(tmp_path: Path) -> None:
     second = make_directory(tmp_path)
     assert first.exists(), "this process lives"
     assert first != second
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+async def test_own_sockets_of_vllm_are_removed_after_the_host_exits(hosts: Hosts, tmp_path: Path, how: signal.Signals) -> None:
+    """A killed vLLM removes none of them."""
+    instance, _ = await ready(
+        hosts, hosted_card("engine://demo", "vllm", memory=MIB), THAW_VLLM_PYTHON=fake_program(tmp_path, "vllm")
+    )
+    directory = Path((await hosts.request_route(instance, "/stats", "GET")).json["env"]["VLLM_RPC_BASE_PATH"])
+    with socket.socket(socket.AF_UNIX) as own:
+        own.bind(str(directory / str(uuid.uuid4())))
+    os.kill(hosts.reports[instance][-1].pid, how)
+    hosts.processes[-1].wait(60)
+
+    async def is_there() -> bool:
+        return directory.exists()
+
+    assert not await hosts.eventually(is_there, lambda there: not there)
+    await hosts.left_nothing(instance)
+
+
+@pytest.mark.parametrize("length", range(20, 80, 10))
+def test_sockets_named_by_uuids_fit_the_directory_of_an_engine(length: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="thaw-") as place:
+        directory = make_directory(Path(place) / ("x" * (length - len(place) - 1) or "x"))
+        with socket.socket(socket.AF_UNIX) as own:
+            own.bind(str(directory / str(uuid.uuid4())))
+        shutil.rmtree(directory)

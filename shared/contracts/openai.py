@@ -153,6 +153,15 @@ class ChatCompletionRequest(_Generation):
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def default_tokens(self) -> int | None:
+        """The limit of a request without `max_tokens`: none but the context."""
+        return None
+
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""Most tokens of a text completion whose request does not have `max_tokens`."""
+
 
 class CompletionRequest(_Generation):
     prompt: Prompts
@@ -164,6 +173,14 @@ class CompletionRequest(_Generation):
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def default_tokens(self) -> int | None:
+        """The limit of a request without `max_tokens`; None: only the context limits it.
+
+        As with vLLM, an explicit null sets no limit.
+        """
+        return None if "max_tokens" in self.model_fields_set else DEFAULT_COMPLETION_TOKENS
 
 
 class EmbeddingRequest(_Open):

@@ -269,8 +269,8 @@ class RequestReader:
             )
         requested = body.token_limit
         if requested is None:
-            default = self._defaults.get("max_new_tokens")
-            return min(limit - prompt, default) if isinstance(default, int) and default > 0 else limit - prompt
+            defaults = self._defaults.get("max_new_tokens"), body.default_tokens
+            return min((limit - prompt, *(d for d in defaults if isinstance(d, int) and d > 0)))
         if prompt + requested > limit:
             raise ContextLengthExceeded(
                 f"{prompt} prompt tokens and {requested} to generate are more than this model's {name} of {limit}",

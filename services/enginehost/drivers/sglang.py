@@ -5,8 +5,12 @@ Source: docs.sglang.io, server arguments and native APIs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from services.enginehost.drivers.port import Command, Driver, flags
 from services.enginehost.http1 import Client, call, json_request
+from shared.contracts.models import ModelCard
 
 _OURS = frozenset({"kv_cache_bytes"})
 _KV = "kv_cache"
@@ -17,6 +21,10 @@ class Sglang(Driver):
     location_variables = ("THAW_SGLANG_PYTHON",)
     module = "sglang"
     salts_prefixes = True
+
+    def body(self, body: Mapping[str, Any], adapter: ModelCard | None = None) -> dict[str, Any]:
+        """Drop a `max_tokens` of null, which SGLang refuses."""
+        return {k: v for k, v in super().body(body, adapter).items() if k != "max_tokens" or v is not None}
 
     def command(self) -> Command:
         return Command((self.launch.settings.sglang_python, "-m", "sglang.launch_server", *self.arguments()))

@@ -62,9 +62,22 @@ def test_omitted_parameters_take_the_models_defaults(tokens: Tokenization) -> No
     assert read(tokens, HELLO).params.temperature == 1.0
 
 
-def test_default_max_tokens_is_the_rest_of_the_context(tokens: Tokenization) -> None:
-    request = read(tokens, {"prompt": "abc"}, "completion")
-    assert request.choices[0].stop_conditions.max_tokens == 1024 - len(request.choices[0].prompt)
+@pytest.mark.parametrize(
+    ("body", "endpoint"),
+    [(HELLO, "chat"), ({**HELLO, "max_tokens": None}, "chat"), ({"prompt": "abc", "max_tokens": None}, "completion")],
+)
+def test_max_tokens_of_null_or_of_a_chat_is_the_rest_of_the_context(
+    tokens: Tokenization, body: dict[str, Any], endpoint: Endpoint
+) -> None:
+    (choice,) = read(tokens, body, endpoint).choices
+    assert choice.stop_conditions.max_tokens == 1024 - len(choice.prompt)
+
+
+@pytest.mark.parametrize(("prompt", "most"), [([5], 16), ([5] * 1020, 4)])
+def test_omitted_max_tokens_of_a_completion_is_16_or_what_fits(tokens: Tokenization, prompt: list[int], most: int) -> None:
+    assert read(tokens, {"prompt": prompt}, "completion").choices[0].stop_conditions.max_tokens == most
+    limited = read(tokens, {"prompt": [5]}, "completion", {"max_new_tokens": 7})
+    assert limited.choices[0].stop_conditions.max_tokens == 7
 
 
 def test_ignore_eos_keeps_the_requests_own_stop_tokens(tokens: Tokenization) -> None:
@@ -178,7 +191,10 @@ def test_prompt_over_the_context_is_refused(tokens: Tokenization, body: dict[str
 def test_request_over_the_kv_cache_is_refused(tokens: Tokenization) -> None:
     with pytest.raises(ContextLengthExceeded, match="KV cache"):
         read(tokens, {"prompt": [5] * 200, "max_tokens": 100}, "completion", kv_tokens=256)
-    assert read(tokens, {"prompt": [5] * 200}, "completion", kv_tokens=256).choices[0].stop_conditions.max_tokens == 56
+    assert (
+        read(tokens, {"prompt": [5] * 200, "max_tokens": None}, "completion", kv_tokens=256).choices[0].stop_conditions.max_tokens
+        == 56
+    )
 
 
 def test_embedding_requests_are_parsed_and_validated(tokens: Tokenization) -> None:

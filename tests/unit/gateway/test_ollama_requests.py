@@ -144,9 +144,11 @@ def test_a_prompt_becomes_a_chat_unless_it_is_raw_or_has_a_suffix() -> None:
     chat = translate("/api/generate", prompt="Hi", system="Be brief", stream=False)
     assert (chat.endpoint, json.loads(chat.body)["messages"]) == ("chat", [message("Be brief", "system"), message()])
     raw = translate("/api/generate", prompt="Hi", raw=True, stream=False)
-    assert (raw.endpoint, json.loads(raw.body)) == ("completion", {"model": "m", "prompt": "Hi"})
+    assert (raw.endpoint, json.loads(raw.body)) == ("completion", {"model": "m", "prompt": "Hi", "max_tokens": None})
     infill = translate("/api/generate", prompt="def f(", suffix="return x")
     assert (infill.endpoint, json.loads(infill.body)["suffix"]) == ("completion", "return x")
+    limited = translate("/api/generate", prompt="Hi", raw=True, options={"num_predict": 3})
+    assert json.loads(limited.body)["max_tokens"] == 3
 
 
 @pytest.mark.parametrize(

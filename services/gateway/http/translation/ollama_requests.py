@@ -243,6 +243,8 @@ OLLAMA_ROUTES: dict[str, Callable[[bytes], TranslatedRequest]] = {
 def _generation(kind: Kind, endpoint: Endpoint, request: _Generating, fields: dict[str, Any]) -> TranslatedRequest:
     options, ignored = _options(request.options or {})
     fields |= options | {"model": served_name(request.model)}
+    if endpoint == "completion":
+        fields.setdefault("max_tokens", None)  # a text completion without the field has 16 tokens
     if request.streams:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     if (response_format := _response_format(request.format)) is not None:

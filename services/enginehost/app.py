@@ -18,6 +18,7 @@ from typing import Any
 
 from services.enginehost.drivers.port import Rank
 from services.enginehost.engine import Engine
+from services.enginehost.http1 import HttpError, HttpRequest
 from services.enginehost.later_rank import LaterRank
 from services.enginehost.lora.adapters import HostedAdapters
 from services.enginehost.ranks.head import RankHead, own_address
@@ -53,6 +54,7 @@ from shared.telemetry.timeline import Timeline
 from shared.template_key import template_key
 
 log = logging.getLogger(__name__)
+_HEALTH_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Host(InstanceProcess):
         else:
             self._engine = Engine(settings, start, timeline, self._reporter, spare)
         self._serving.was_killed = self._engine.was_killed
+        self._serving.is_lost = self._is_lost
         self._sleep_level: int | None = None
         self._control_lock = asyncio.Lock()
         self._predecessor = predecessor
@@ -153,6 +156,24 @@ class Host(InstanceProcess):
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+
+    async def _is_lost(self) -> bool:
+        """Return whether the engine has ended behind its server. It counts as failed then.
+
+        vLLM's server outlives its engine core by some seconds.
+        """
+        try:
+            async with asyncio.timeout(_HEALTH_WITHIN_S):
+                status, _ = await self._engine.client.ask(HttpRequest("GET", self._engine.driver.health))
+        except TimeoutError:  # it is busy
+            return False
+        except HttpError:  # its exit is noticed, with the reason
+            return True
+        if 200 <= status < 300:
+            return False
+        error = EngineFailed(f"The engine answers requests with errors, and its health probe with status {status}")
+        self._engine.declare_failed(error)
+        return True
 
     async def _stop_engine(self) -> None:
         if self._ranks is not None:

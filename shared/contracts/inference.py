@@ -75,6 +75,7 @@ class Resume(Frozen):
     head: dict[str, Any] = Field(
         default={}, description="Of an answer in HTTP's form: what its parts have in common, as id and created."
     )
+    takes_kept_tokens: bool = Field(default=False, description="The gateway understands `InferResponse.kept_tokens`.")
 
 
 class FairShare(Frozen):
@@ -238,6 +239,13 @@ class InferResponse(Message):
     seed: int | None = None
     prompt_tokens: int = 0
     resume_head: dict[str, Any] = Field(default={}, description="What `Resume.head` is to be.")
+    kept_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Of a resumed answer, with `Resume.takes_kept_tokens`: so many of the tokens in `Resume.choices` are still part of it. "
+        "`InferData.progress` has those that the engine generates in place of the others, which replace them from the first text on. None: "
+        "all are.",
+    )
 
 
 class InferData(Message):

@@ -15,10 +15,17 @@ from pydantic import BaseModel, ValidationError
 
 from shared.contracts.engine import EngineLoad
 from shared.contracts.inference import InferFailed, InferRequest
-from shared.errors import Conflict, InstanceBusy, InvalidRequest, ShuttingDown, ThawError
+from shared.errors import Conflict, InstanceBusy, InvalidRequest, ShuttingDown, ThawError, Unavailable
 from shared.messaging import Mesh
+from shared.telemetry.logs import LogRateLimit
 
 log = logging.getLogger(__name__)
+OUTBOX_BYTES = 64 << 20
+"""Most bytes of responses that wait until NATS takes them: a stream with more fails.
+
+They wait while the connection is slow or half-open. Without a connection, the client drops messages
+beyond its own buffer.
+"""
 
 
 class Stream(Protocol):
@@ -50,6 +57,10 @@ class RequestServer(ABC, Generic[S]):
         self.changed: Callable[[], None] = lambda: None
         self.streams: dict[str, S] = {}
         self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+        self._outbox_bytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._losses = LogRateLimit()
         self._completed = 0
         self._generated = 0
         self._idle_since = time.monotonic()
@@ -162,14 +173,36 @@ class RequestServer(ABC, Generic[S]):
         self.drained.set()
 
     def _reject(self, reply: str, error: ThawError) -> None:
-        self._outbox.put_nowait((reply, InferFailed(seq=0, error=error.body()).model_dump_json().encode()))
+        self._put(reply, InferFailed(seq=0, error=error.body()).model_dump_json().encode())
 
     def _send(self, stream: S, message: BaseModel) -> None:
         self._enqueue(stream, message.model_dump_json().encode())
 
     def _enqueue(self, stream: S, body: bytes) -> None:
+        """Queue a message. Those of ended streams are dropped."""
+        if self.streams.get(stream.request_id) is not stream:
+            return
+        if self._outbox_bytes + len(body) > OUTBOX_BYTES:
+            log.warning("NATS takes messages too slowly; failing a request", extra={"request_id": stream.request_id})
+            error = Unavailable(
+                f"NATS takes this instance's messages too slowly: {self._outbox_bytes >> 20} MiB of responses wait. Repeat the request"
+            )
+            self._cancel_compute(stream)
+            self._put(stream.reply, InferFailed(seq=stream.seq, error=error.body()).model_dump_json().encode())
+            self._remove(stream)
+            return
         stream.seq += 1
-        self._outbox.put_nowait((stream.reply, body))
+        self._put(stream.reply, body)
+
+    def _put(self, subject: str, body: bytes) -> None:
+        self._outbox_bytes += len(body)
+        if self._outbox_bytes > OUTBOX_BYTES // 2:
+            self._has_room.clear()
+        self._outbox.put_nowait((subject, body))
+
+    async def _wait_for_room(self) -> None:
+        """Wait while more than half of `OUTBOX_BYTES` wait for NATS."""
+        await self._has_room.wait()
 
     async def publish_forever(self) -> None:
         """Send queued messages in order.
@@ -182,8 +215,12 @@ class RequestServer(ABC, Generic[S]):
             try:
                 await self._mesh.nc.publish(subject, body)
             except NatsError as e:
-                log.warning("lost a response message", extra={"error": repr(e), "subject": subject})
+                if self._losses.allows(type(e).__name__):
+                    log.warning("lost response messages", extra={"error": repr(e), "subject": subject})
             finally:
+                self._outbox_bytes -= len(body)
+                if self._outbox_bytes <= OUTBOX_BYTES // 2:
+                    self._has_room.set()
                 self._outbox.task_done()
 
     async def flush(self) -> None:

@@ -59,6 +59,8 @@ class Fake:
         self.like: str = options.like
         self.calls: list[list[Any]] = []
         self.cancelled = 0
+        self.has_lost_core = False
+        """True if the engine core of vLLM has ended behind its server."""
         self.asleep: list[str] = []
         self.is_changed = False
         self.stored: set[str] = set()
@@ -131,6 +133,8 @@ class Fake:
         return None
 
     async def healthy(self, request: Request) -> Response:
+        if self.has_lost_core:
+            return PlainTextResponse("", 503)
         return PlainTextResponse("ok")
 
     async def stats(self, request: Request) -> Response:
@@ -185,6 +189,7 @@ class Fake:
             os._exit(1)
         self.dropped = self.dropped or bool(fake.get("dropped"))
         self.options.mute = self.options.mute or self.options.mute_end or bool(fake.get("mute"))
+        self.has_lost_core = self.has_lost_core or (bool(fake.get("loses_core")) and not body.get("stream"))
         if self.options.mute or self.asleep or "status" in fake:
             status = fake.get("status", 500)
             after = BackgroundTask(os._exit, 0) if self.options.mute_end else None
@@ -199,6 +204,8 @@ class Fake:
             return JSONResponse(answer(request.url.path, body))
         if "says" in fake:
             events = saying_llama(body) if self.like == "llamacpp" and not chat else saying(body, chat=chat)
+            if "fails_after" in fake:
+                events = self._fail(events, fake["fails_after"], loses_core=bool(fake.get("loses_core")))
             return StreamingResponse(events, media_type="text/event-stream")
         tokens = int(fake.get("tokens", body.get("max_tokens") or 4))
         if body.get("stream"):
@@ -209,6 +216,15 @@ class Fake:
         message = {"role": "assistant", "content": text, "tool_calls": _calls(body)}
         choice = {"index": 0, "finish_reason": "stop", **({"message": message} if chat else {"text": text})}
         return JSONResponse({"id": "x", "model": body.get("model"), "choices": [choice], "usage": _usage(tokens)})
+
+    async def _fail(self, events: AsyncIterator[str], after: int, *, loses_core: bool) -> AsyncIterator[str]:
+        """End a stream with an error as vLLM does, also if its engine core has ended."""
+        for _ in range(after):
+            yield await anext(events)
+        self.has_lost_core = loses_core
+        error = {"message": "EngineCore encountered an issue", "type": "InternalServerError", "param": None, "code": 500}
+        yield f"data: {json.dumps({'error': error})}\n\n"
+        yield "data: [DONE]\n\n"
 
     async def _events(self, body: Any, chat: bool, tokens: int, pace: float, until: str | None) -> AsyncIterator[str]:
         done = False

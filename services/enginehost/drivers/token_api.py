@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from pydantic_core import from_json
 
 from services.enginehost.http1 import Client, call, json_request
+from shared.contracts.openai import DEFAULT_COMPLETION_TOKENS
 from shared.errors import EngineFailed
 
 _TEMPLATE = (
@@ -52,6 +53,8 @@ class TokenApi(ABC):
 
     request_fields: ClassVar[Mapping[str, Any]]
     blocking_fields: ClassVar[Mapping[str, str]] = {}
+    default_completion_tokens: ClassVar[int | None] = None
+    """Most tokens of a text completion without `max_tokens`; None: only the context limits it."""
     includes_prompt_ids = True
     """True if a stream has the ids of its prompt; otherwise the host asks for them."""
 
@@ -85,6 +88,7 @@ class VllmTokens(TokenApi):
     """`return_token_ids`, /tokenize and /detokenize."""
 
     request_fields: ClassVar = {"return_token_ids": True}
+    default_completion_tokens: ClassVar = DEFAULT_COMPLETION_TOKENS
 
     def extract(self, message: dict[str, Any], choice: dict[str, Any], *, hide: bool) -> EventTokens:
         prompt = message.get("prompt_token_ids") or choice.get("prompt_token_ids") or ()

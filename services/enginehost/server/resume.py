@@ -6,7 +6,8 @@ The text of a response lags behind its tokens (half a character, the beginning o
 The engine receives the tokens whose text the client has completely, and generates the others again.
 So it finds a stop string that spans the switch, and splits no character. A sampling engine would
 generate others: it receives also those whose text the client has in part, and the host sends the
-rest of that text.
+rest of that text. Tokens that it generates in place of earlier ones replace those in the gateway,
+from which the response may be resumed once more.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ _CHAT_ONLY = (
     "tool_choice",
     "parallel_tool_calls",
 )
-_DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default number of tokens of a completion."""
 _TORN = "\ufffd"
 
 
@@ -66,7 +65,7 @@ async def build_request(
     if len(prompt) != resume.prompt_tokens:
         raise Conflict(f"The prompt has {len(prompt)} tokens here, and {resume.prompt_tokens} where it began", param=RESUME)
     choice = resume.choices[0]
-    most = _limit_tokens(request, card.context_length - len(prompt))
+    most = _limit_tokens(request, api, card.context_length - len(prompt))
     kept, skip_chars, lead = await _choose_kept(request, prompt, choice, most, _text_of(request, api, driver, client))
     given = (*prompt, *choice.token_ids[:kept])
     body = {k: v for k, v in driver.body(request.body, request.adapter).items() if k not in _CHAT_ONLY}
@@ -75,7 +74,8 @@ async def build_request(
     if isinstance(least := body.get("min_tokens"), int):
         body["min_tokens"] = max(0, least - kept)
     body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-    resume_state = ResumeState(resume.head, len(prompt), len(choice.token_ids), kept, skip_chars, chat, lead)
+    is_replaced = resume.takes_kept_tokens and not _is_greedy(request)
+    resume_state = ResumeState(resume.head, len(prompt), len(choice.token_ids), kept, skip_chars, chat, lead, is_replaced)
     return api, json_request("/v1/completions", body), resume_state, given
 
 
@@ -93,12 +93,17 @@ async def _choose_kept(
     """
     kept, chars = await _count_kept(prompt, choice, most, text_of)
     skip_chars = choice.text_chars - chars
-    if request.body.get("temperature") == 0 or skip_chars <= 0:
+    if _is_greedy(request) or skip_chars <= 0:
         return kept, skip_chars, ""
     if kept == len(choice.token_ids):
         raise Conflict(f"{request.model} cannot resume this response: not all of its tokens are known", param=RESUME)
     begun = await _complete_text(prompt, choice, range(kept + 1, most), _stop_strings(request), text_of)
     return (begun[0], 0, begun[1]) if begun is not None else (kept, skip_chars, "")
+
+
+def _is_greedy(request: InferRequest) -> bool:
+    """True if the engine generates the same tokens again."""
+    return request.body.get("temperature") == 0
 
 
 def _text_of(request: InferRequest, api: TokenApi, driver: Driver, client: Client) -> TextOf:
@@ -114,15 +119,15 @@ def _text_of(request: InferRequest, api: TokenApi, driver: Driver, client: Clien
     return text_of
 
 
-def _limit_tokens(request: InferRequest, room: int) -> int:
+def _limit_tokens(request: InferRequest, api: TokenApi, room: int) -> int:
     """The largest number of tokens that the response may have."""
     body = request.body
     asked = body.get("max_tokens")
     if request.endpoint == "chat":
         preferred = body.get("max_completion_tokens")
         asked = asked if preferred is None else preferred
-    elif asked is None:
-        asked = _DEFAULT_COMPLETION_TOKENS
+    elif "max_tokens" not in body:
+        asked = api.default_completion_tokens
     return room if asked is None else min(room, int(asked))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -55,6 +56,8 @@ from shared.telemetry.tracing import context_of, record_phases
 
 log = logging.getLogger(__name__)
 _KEPT_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
+_LOST = "it sent an error, and is not healthy"
+_ERROR_EVENT = re.compile(rb'^(?:event: ?[^\n]*\n)?data: ?\{"(?:error"|type": ?"error")', re.MULTILINE)
 
 
 @dataclass
@@ -124,6 +127,8 @@ class Serving(RequestServer[_Stream]):
         """The LoRA adapters that the engine holds; None: it serves none."""
         self.was_killed: Callable[[], Awaitable[bool]] = _was_not_killed
         """Returns whether the engine has just been killed from outside."""
+        self.is_lost: Callable[[], Awaitable[bool]] = _was_not_killed
+        """Returns whether the engine has ended behind its server, which answers with errors."""
 
     def open(self, driver: Driver, client: Client) -> None:
         self._driver, self._client = driver, client
@@ -156,6 +161,12 @@ class Serving(RequestServer[_Stream]):
         self._register(stream)
         name = f"request {request.request_id}"
         stream.task = asyncio.create_task(self._serve(stream, request, self._driver, self._client), name=name)
+
+    def _cancel_compute(self, stream: _Stream) -> None:
+        """End a request that is failed by its own task: `_release` ends those of others."""
+        own = asyncio.current_task()
+        if own is not None and stream.task is own:
+            own.cancel()
 
     def _release(self, stream: _Stream) -> None:
         """Cancel the request's task: the engine sees the closed connection."""
@@ -250,6 +261,8 @@ class Serving(RequestServer[_Stream]):
     async def _receive(self, stream: _Stream, response: Response, upstream: UpstreamRequest) -> Usage:
         """Relay a response, and return its usage."""
         try:
+            if response.status >= 500 and await self.is_lost():
+                raise HttpError(f"it answered with status {response.status}, and is not healthy")
             content_type = response.headers.get("content-type", "application/octet-stream")
             if upstream.tracker is not None and response.status == 200 and content_type.startswith("text/event-stream"):
                 return await self._follow(stream, response, upstream, upstream.tracker)
@@ -269,14 +282,29 @@ class Serving(RequestServer[_Stream]):
 
     async def _relay(self, stream: _Stream, response: Response, meter: UsageMeter) -> None:
         first = True
-        while piece := await response.read():
+        while piece := await self._read(response):
             if first:
                 stream.timeline.add(Phase.PREFILL, stream.received, time.monotonic())
-            if data := meter.feed(piece):
+            data, is_lost = await self._cut_at_loss(meter.feed(piece))
+            if data:
                 self._send_data(stream, data, first)
                 first = False
+            if is_lost:
+                raise HttpError(_LOST)
         if data := meter.finish():
             self._send_data(stream, data, first)
+
+    async def _read(self, response: Response) -> bytes:
+        """Read the next bytes of a response, once NATS has taken those before."""
+        await self._wait_for_room()
+        return await response.read()
+
+    async def _cut_at_loss(self, data: bytes) -> tuple[bytes, bool]:
+        """Return the bytes before an error event of a lost engine, and whether there is one."""
+        found = _ERROR_EVENT.search(data)
+        if found is None or not await self.is_lost():
+            return data, False
+        return data[: found.start()], True
 
     async def _follow(self, stream: _Stream, response: Response, upstream: UpstreamRequest, tracker: TokenTracker) -> Usage:
         """Relay a response together with its token ids.
@@ -284,17 +312,19 @@ class Serving(RequestServer[_Stream]):
         The response head waits for the first token, whose event carries the prompt's token ids.
         """
         first = True
-        while piece := await response.read():
+        while piece := await self._read(response):
             data, deltas = tracker.feed(piece)
-            if not data and not deltas:
-                continue
-            if first:
-                now = stream.first_at = time.monotonic()
-                stream.timeline.add(Phase.PREFILL, stream.received, now)
-                stream.tracker = tracker
-                self._send(stream, self._tracked_head(stream, response, upstream, tracker))
-            self._send_data(stream, data, first, deltas)
-            first = False
+            data, is_lost = await self._cut_at_loss(data)
+            if data or deltas:
+                if first:
+                    now = stream.first_at = time.monotonic()
+                    stream.timeline.add(Phase.PREFILL, stream.received, now)
+                    stream.tracker = tracker
+                    self._send(stream, self._tracked_head(stream, response, upstream, tracker))
+                self._send_data(stream, data, first, deltas)
+                first = False
+            if is_lost:
+                raise HttpError(_LOST)
         if first:
             self._send(stream, self._head(stream, response, fixed="the stream was empty"))
         if data := tracker.finish():
@@ -303,7 +333,9 @@ class Serving(RequestServer[_Stream]):
 
     def _tracked_head(self, stream: _Stream, response: Response, upstream: UpstreamRequest, tracker: TokenTracker) -> InferResponse:
         head = self._head(stream, response, fixed="" if tracker.prompt else "the engine reports no token ids")
-        more = {"seed": upstream.seed, "prompt_tokens": tracker.prompt_tokens, "resume_head": tracker.head}
+        resumed = tracker.resume_state
+        kept = resumed.kept if resumed is not None and resumed.replaces_tokens else None
+        more = {"seed": upstream.seed, "prompt_tokens": tracker.prompt_tokens, "resume_head": tracker.head, "kept_tokens": kept}
         return head.model_copy(update=more)
 
     def yield_(self, request_id: str) -> None:

@@ -92,6 +92,8 @@ class ResumeState:
         skip_chars: Characters of regenerated text that the client already has.
         chat: The request is a chat completion.
         lead: Text that the client gets before the generated text.
+        replaces_tokens: The gateway gets the tokens that the engine generates in place of the rest,
+            because a sampling engine may choose others.
     """
 
     head: Mapping[str, Any]
@@ -101,6 +103,7 @@ class ResumeState:
     skip_chars: int
     chat: bool
     lead: str = ""
+    replaces_tokens: bool = False
 
 
 @dataclass
@@ -212,9 +215,10 @@ class TokenTracker:
         if self.resume_state is not None and not self.hide_ids:
             self.api.replace_ids(message, choice, new_ids)
         # The first delta reports that there is a response to resume, even if it has only a role.
-        if new_ids or text or reason or not self._has_reported:
+        reported = ids if self.resume_state is not None and self.resume_state.replaces_tokens else new_ids
+        if reported or text or reason or not self._has_reported:
             self._has_reported = True
-            deltas.append(ChoiceDelta(index=choice.get("index", 0), text=text, token_ids=new_ids, finish_reason=reason))
+            deltas.append(ChoiceDelta(index=choice.get("index", 0), text=text, token_ids=reported, finish_reason=reason))
 
     def _checked_ids(self, found: EventTokens) -> tuple[int, ...]:
         """The event's token ids, if all earlier tokens were reported."""

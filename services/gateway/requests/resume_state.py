@@ -54,6 +54,8 @@ class ResumeState:
 
     __slots__ = (
         "_attempt_start",
+        "_kept_tokens",
+        "_regenerated",
         "choices",
         "head",
         "not_resumable_reason",
@@ -76,10 +78,13 @@ class ResumeState:
         self.revision = ""
         self.replay_filter = ReplayFilter()
         self._attempt_start: dict[int, Position] = {}
+        self._kept_tokens: int | None = None
+        self._regenerated: list[int] = []
 
     def attempt_started(self) -> None:
         """The next engine continues the response, after the output that is not pending."""
         self._attempt_start = {}
+        self._kept_tokens, self._regenerated = None, []
         for index, choice in self.choices.items():
             tokens, chars, is_end_pending = self.replay_filter.get_pending(index)
             is_finished = choice.finish_reason is not None and not is_end_pending
@@ -91,8 +96,10 @@ class ResumeState:
         self.seed = message.seed
         self.prompt_tokens = message.prompt_tokens
         self.revision = revision
-        if isinstance(message, InferResponse) and message.resume_head:
-            self.head = message.resume_head
+        if isinstance(message, InferResponse):
+            self.head = message.resume_head or self.head
+            # Pending output must be generated again as it was.
+            self._kept_tokens = message.kept_tokens if not self.replay_filter else None
 
     def add(self, deltas: list[dict[str, Any]]) -> None:
         """Add `ChoiceDelta`s, as decoded from the wire."""
@@ -101,10 +108,25 @@ class ResumeState:
             choice = self.choices.get(index)
             if choice is None:
                 choice = self.choices[index] = ResumeChoice()
-            choice.token_ids += delta.get("token_ids", ())
+            if self._kept_tokens is None:
+                choice.token_ids += delta.get("token_ids", ())
+            else:
+                self._replace_tokens(self._kept_tokens, index, choice, delta)
             choice.chars += len(delta.get("text", ""))
             if finish := delta.get("finish_reason"):
                 choice.finish_reason = finish
+
+    def _replace_tokens(self, kept: int, index: int, choice: ResumeChoice, delta: dict[str, Any]) -> None:
+        """Replace the tokens after the first `kept` by those generated in their place.
+
+        Until the client has text of the new tokens, the old ones describe what it has.
+        """
+        self._regenerated += delta.get("token_ids", ())
+        if delta.get("text") or delta.get("finish_reason"):
+            choice.token_ids[kept:] = self._regenerated
+            start = self._attempt_start.get(index, Position())
+            self._attempt_start[index] = Position(kept, start.chars, start.is_finished)
+            self._kept_tokens, self._regenerated = None, []
 
     @property
     def tokens(self) -> int:
@@ -150,6 +172,7 @@ class ResumeState:
             "seed": self.seed,
             "prepared": prepared,
             "head": self.head,
+            "takes_kept_tokens": True,
         }
 
     def _choice_fields(self, index: int, choice: ResumeChoice, keeps_partial_output: bool) -> dict[str, Any]:

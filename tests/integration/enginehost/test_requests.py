@@ -104,6 +104,16 @@ async def test_engine_error_keeps_its_status_and_body(hosts: Hosts) -> None:
         assert answer.error is None
 
 
+async def test_error_of_an_engine_that_has_ended_behind_its_server_is_no_answer(hosts: Hosts) -> None:
+    """The gateway sends the request to another instance."""
+    instance = await ready(hosts)
+    answer = await hosts.request(instance, "chat", messages=[], fake={"status": 500, "loses_core": True})
+    failed = answer.stream.replies[0]
+    assert isinstance(failed, InferFailed)
+    assert (failed.error.code, failed.engine_lost) == ("engine_failed", True)
+    assert (await hosts.reported(instance, lambda r: r.state == "failed")).error is not None
+
+
 async def test_a_declared_route_is_passed_with_method_and_body(hosts: Hosts) -> None:
     instance = await ready(hosts, routes=["/v1/rerank"])
     answer = await hosts.request_route(instance, "/v1/rerank", "POST", query="a=b", documents=["x"])

@@ -5,12 +5,15 @@ The result equals the undisturbed response.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.enginehost.drivers.vllm import LAST_PRIORITY
+from services.gateway.requests.resume_state import ResumeState
 from shared.contracts import subjects
 from shared.contracts.base import Done
 from shared.contracts.engine import EngineReport, PingEngine
@@ -20,6 +23,7 @@ from shared.contracts.inference import (
     InferData,
     InferEnd,
     InferFailed,
+    InferReply,
     InferResponse,
     InferYielded,
     Resume,
@@ -37,7 +41,16 @@ from shared.contracts.migration import (
 )
 from shared.errors import Conflict, NotFound
 from tests.support.fake_tokens import prompt_of
-from tests.support.hosted import MIB, Hosts, fake_program, hosted_card, resume_of, resumes_from_any_message, text_and_events
+from tests.support.hosted import (
+    MIB,
+    Hosts,
+    bytes_of,
+    fake_program,
+    hosted_card,
+    resume_of,
+    resumes_from_any_message,
+    text_and_events,
+)
 
 SAYS = "Gr\u00fc\u00dfe an \U0001f30d\U0001f30d! 1 < 2, STO und \u6771\u4eac. "
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -72,6 +85,41 @@ async def test_cut_anywhere_and_resumed(hosts: Hosts, tmp_path: Path, endpoint: 
     assert (head.fixed, head.prompt_tokens) == ("", 6)
     assert "token_ids" not in undisturbed.body.decode()
     await resumes_from_any_message(hosts, instance, endpoint, undisturbed, body)
+
+
+async def test_sampled_response_is_resumed_twice(hosts: Hosts, tmp_path: Path) -> None:
+    """A sampling engine generates another token in place of one whose text was held back."""
+    instance = await ready(hosts, tmp_path)
+    state, text = ResumeState(), ""
+    for says, shown in (("Gr\u00fcn", "Gr"), ("Graue Maus", "aue"), ("Graue Maus", " Maus")):
+        fields = state.resume_fields("", keeps_partial_output=True)
+        resume = Resume.model_validate(fields) if fields is not None else None
+        state.attempt_started()
+        fake = {"says": says, "hold": {"tokens": 3, "file": str(tmp_path / "never")} if shown != " Maus" else {}}
+        stream = await hosts.ask(instance, "completion", resume=resume, **asked("completion", temperature=0.7, fake=fake))
+        replies = await stream.until(partial(_has_received, len(shown)))
+        for reply in replies:
+            if isinstance(reply, InferResponse):
+                state.response_started(reply, "r1")
+            elif isinstance(reply, InferData):
+                state.add([delta.model_dump() for delta in reply.progress])
+        text += _text_of(replies)
+        await hosts.cancel(instance, stream.request_id)
+    assert text == "Graue Maus"
+    calls = (await hosts.request_route(instance, "/stats", "GET")).json["calls"]
+    prompts = [bytes(body["prompt"]) for _, path, body in calls if path == "/v1/completions" and isinstance(body["prompt"], list)]
+    prompt = bytes(prompt_of({"prompt": "Hello"}))
+    assert prompts == [prompt + b"Gr", prompt + b"Graue"]
+
+
+def _text_of(replies: Sequence[InferReply]) -> str:
+    return "".join(d.text for r in replies if isinstance(r, InferData) for d in r.progress)
+
+
+def _has_received(chars: int, replies: Sequence[InferReply]) -> bool:
+    """True after so many characters, and three tokens."""
+    tokens = sum(len(d.token_ids) for r in replies if isinstance(r, InferData) for d in r.progress)
+    return len(_text_of(replies)) >= chars and tokens >= 3
 
 
 async def test_resumed_tokens_are_not_counted_as_generated(hosts: Hosts, tmp_path: Path) -> None:
@@ -196,3 +244,31 @@ async def test_responses_that_cannot_be_resumed_report_the_reason(hosts: Hosts, 
         assert isinstance(head, InferResponse)
         assert head.fixed.startswith(why)
         assert answer.text() == "t0 t1 t2 "
+
+
+async def test_response_is_resumed_if_the_core_of_its_vllm_ends(hosts: Hosts, tmp_path: Path) -> None:
+    """vLLM's server outlives its core, and ends the stream with an error event."""
+    instance, other = await ready(hosts, tmp_path), await ready(hosts, tmp_path)
+    fake = {"says": SAYS, "fails_after": 9, "loses_core": True}
+    stream = await hosts.ask(instance, "chat", **asked("chat", fake=fake))
+    replies = await stream.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
+    failed = replies[-1]
+    assert isinstance(failed, InferFailed)
+    assert (failed.error.code, failed.engine_lost) == ("engine_failed", True)
+    text, events = text_and_events(bytes_of(replies))
+    assert text
+    assert not any("error" in event for event in events)
+    report = await hosts.reported(instance, lambda r: r.state == "failed")
+    assert report.error is not None
+    assert "status 503" in report.error.message
+    rest = await hosts.ask(other, "chat", resume=resume_of(replies), **asked("chat"))
+    await rest.until(lambda r: bool(r) and isinstance(r[-1], InferEnd | InferFailed))
+    assert text + text_and_events(bytes_of(rest.replies))[0] == SAYS
+
+
+async def test_error_event_of_a_healthy_engine_reaches_the_client(hosts: Hosts, tmp_path: Path) -> None:
+    instance = await ready(hosts, tmp_path)
+    answer = await hosts.request(instance, "chat", **asked("chat", fake={"says": SAYS, "fails_after": 9}))
+    assert answer.error is None
+    assert answer.events()[-1]["error"]["code"] == 500
+    assert (await hosts.request(instance, "chat", messages=HELLO, max_tokens=2)).status == 200

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from typing import Any, cast
 
 import pytest
 
 from services.enginehost.drivers.port import Driver
-from services.enginehost.http1 import Client, HttpError
+from services.enginehost.http1 import Client, HttpError, HttpRequest
 from services.enginehost.server import serving as server
 from services.enginehost.server.serving import Serving
-from shared.contracts.inference import InferFailed, InferRequest
+from services.enginehost.server.upstream_request import UpstreamRequest
+from shared.contracts.inference import INFER_REPLY, InferData, InferEnd, InferFailed, InferRequest, InferResponse
+from shared.engines import request_server
 from shared.errors import EngineFailed
 from shared.messaging import Mesh
+from tests.support.slow_nats import SlowNats
 
 
 def test_cause_with_work_is_kept_longer_than_causes_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +61,53 @@ async def test_engine_that_ends_before_it_gets_the_request_is_lost(
     failed = InferFailed.model_validate_json(body)
     assert (subject, failed.engine_lost, failed.error.code) == ("reply", True, code)
     assert "tokenising the prompt" in failed.error.message
+
+
+class LongResponse:
+    """A response of which the engine has more bytes at any moment."""
+
+    status, headers = 200, {"content-type": "application/octet-stream"}
+
+    def __init__(self, pieces: int) -> None:
+        self.left = pieces
+
+    async def read(self) -> bytes:
+        self.left -= 1
+        return b"x" * 1000 if self.left >= 0 else b""
+
+    def close(self) -> None:
+        pass
+
+
+async def test_response_is_read_no_faster_than_nats_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a large one would fill the host's memory."""
+
+    async def build(*_: Any) -> UpstreamRequest:
+        return UpstreamRequest(HttpRequest("GET", "/file"))
+
+    class Engine:
+        async def send(self, _: HttpRequest) -> LongResponse:
+            return response
+
+    monkeypatch.setattr(server, "build_upstream_request", build)
+    monkeypatch.setattr(request_server, "OUTBOX_BYTES", 20_000)
+    nats, response = SlowNats(), LongResponse(200)
+    serving = Serving(cast(Mesh, nats))
+    serving.open(cast(Driver, object()), cast(Client, Engine()))
+    request = InferRequest(request_id="r", instance_id="i", model="m", endpoint="other", route="/v1/file")
+    await serving._handle_request(request, "reply", None, 100)
+    served = serving.streams["r"].task
+    assert served is not None
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert 150 < response.left < 200
+    publishing = asyncio.create_task(serving.publish_forever())
+    nats.takes.set()
+    async with asyncio.timeout(30):
+        await served
+        await serving.flush()
+    publishing.cancel()
+    head, *data, end = [INFER_REPLY.validate_json(body) for body in nats.taken["reply"]]
+    assert isinstance(head, InferResponse)
+    assert isinstance(end, InferEnd)
+    assert sum(len(base64.b64decode(r.data)) for r in data if isinstance(r, InferData)) == 200_000

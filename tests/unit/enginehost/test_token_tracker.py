@@ -171,6 +171,20 @@ def test_requested_token_ids_are_sent_once_after_a_resume() -> None:
     assert tracker.answer == (5, 6, 7, 8, 9)
 
 
+@pytest.mark.parametrize("hide_ids", [True, False])
+def test_tokens_in_place_of_others_are_reported_to_the_gateway(hide_ids: bool) -> None:
+    begun = ResumeState({"id": "first"}, prompt_tokens=2, tokens=4, kept=2, skip_chars=1, chat=False, replaces_tokens=True)
+    tracker = TokenTracker(VLLM, chat=False, hide_usage=False, hide_ids=hide_ids, resume_state=begun)
+    out, deltas = tracker.feed(
+        event(**HEAD, choices=[{"index": 0, "text": "c", "token_ids": [7], "prompt_token_ids": [1, 2, 5, 6]}])
+        + event(**HEAD, choices=[{"index": 0, "text": "de", "token_ids": [8, 9]}])
+    )
+    reported = [json.loads(e[6:])["choices"][0] for e in out.split(b"\n\n") if e]
+    assert [t for choice in reported for t in choice.get("token_ids", ())] == ([] if hide_ids else [9])
+    assert [(d.text, d.token_ids) for d in deltas] == [("", (7,)), ("de", (8, 9))]
+    assert tracker.answer == (5, 6, 7, 8, 9)
+
+
 def test_cached_tokens_of_the_response_are_not_counted_for_the_prompt() -> None:
     begun = ResumeState({"id": "first"}, prompt_tokens=2, tokens=2, kept=2, skip_chars=0, chat=False)
     tracker = TokenTracker(VLLM, chat=False, hide_usage=False, hide_ids=True, resume_state=begun)

@@ -165,7 +165,8 @@ class _Handler(BaseHTTPRequestHandler):
             part = self._begin(os.fstat(file.fileno()).st_size, "application/octet-stream")
             if part:
                 self.wfile.flush()
-                self.connection.sendfile(file, part.start, len(part))
+                if self.connection.sendfile(file, part.start, len(part)) < len(part):  # it was truncated meanwhile
+                    self.close_connection = True
         return None
 
     def _send_resident(self, resident: ResidentFiles, name: str) -> None:

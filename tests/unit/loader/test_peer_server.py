@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,3 +130,21 @@ def test_listing_has_ranges_too(serving: PeerServer) -> None:
     whole = get(serving, ON_DISK)[2]
     assert get(serving, ON_DISK, Range="bytes=-4")[2] == whole[-4:]
     assert get(serving, ON_DISK, Range=f"bytes={len(whole)}-")[:2] == (416, f"bytes */{len(whole)}")
+
+
+def test_connection_ends_with_a_file_that_was_truncated_meanwhile(tmp_path: Path) -> None:
+    """The client would wait for the missing bytes until its patience ends."""
+    size, path = 1 << 28, tmp_path / "large"
+    path.touch()
+    os.truncate(path, size)
+    record = EntryRecord(revision=ON_DISK, source="/m", files=(FileHead(name="large", size=size, version="1"),))
+    server = PeerServer("127.0.0.1", 0, lambda _: contextlib.nullcontext((tmp_path, record)))
+    with contextlib.closing(server):
+        host, port = server.url.removeprefix("http://").split(":")
+        with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=10)) as connection:
+            connection.request("GET", f"/models/{ON_DISK}/large", headers={"Authorization": f"Bearer {server.token}"})
+            response = connection.getresponse()
+            response.read(1)
+            os.truncate(path, 1)
+            with pytest.raises(http.client.IncompleteRead):
+                response.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from services.enginehost.drivers.cache_salt import CACHE_SALT
 from services.enginehost.drivers.port import Driver
@@ -23,7 +24,7 @@ class HostMigration:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._prepared: dict[str, tuple[int, ...]] = {}
-        """Tokens of each prepared sequence, by name."""
+        """Computed tokens of each sequence, by name."""
 
     def list(self) -> RequestsListed:
         return RequestsListed(requests=tuple(self._mark_partly_tracked(r) for r in self._serving.running()))
@@ -72,7 +73,8 @@ class HostMigration:
         """Warm the engine's prefix cache with the sequences.
 
         For each sequence the engine generates one token, which is discarded. Sequences are computed
-        in pieces, behind the engine's other requests. The engine evicts unused entries by itself.
+        in pieces, behind the engine's other requests. After `within_ms` the rest is left for a
+        repeated order. The engine evicts unused entries by itself.
 
         Raises:
             Conflict: The weights have another revision.
@@ -87,26 +89,42 @@ class HostMigration:
         if order.cache_salt and driver.salts_prefixes:
             fields[CACHE_SALT] = order.cache_salt
         began = time.monotonic()
-        before = self._prepared.pop(order.prepared, ())
+        known = self._prepared.get(order.prepared, ())[: len(order.sequences)]
+        done = [*known, *[0] * (len(order.sequences) - len(known))]
+        before = sum(done)
         async with self._serving.loaded(order.adapter):
             with self._serving.work(f"prepare {order.prepared}", order.caused_by):
-                for i, sequence in enumerate(order.sequences):
-                    known = before[i] if i < len(before) else 0
-                    for end in (*range(known + _PIECE_TOKENS, len(sequence), _PIECE_TOKENS), len(sequence)):
-                        asked = {
-                            "model": driver.name_of(order.adapter),
-                            "prompt": list(sequence[:end]),
-                            "max_tokens": 1,
-                            "temperature": 0,
-                        }
-                        await call(
-                            client, json_request("/v1/completions", {**asked, **fields}), "warming the prefix cache for a resume"
-                        )
-        total = sum(map(len, order.sequences))
-        self._prepared[order.prepared] = tuple(map(len, order.sequences))
+                for i, end in _list_pieces(order.sequences, done):
+                    is_late = order.within_ms is not None and (time.monotonic() - began) * 1e3 > order.within_ms
+                    if is_late and sum(done) > before:
+                        break
+                    asked = {
+                        "model": driver.name_of(order.adapter),
+                        "prompt": list(order.sequences[i][:end]),
+                        "max_tokens": 1,
+                        "temperature": 0,
+                    }
+                    await call(
+                        client, json_request("/v1/completions", {**asked, **fields}), "warming the prefix cache for a resume"
+                    )
+                    done[i] = end
+                    self._remember(order.prepared, tuple(done))
+        left = sum(map(len, order.sequences)) - sum(done)
+        return ResumePrepared(tokens=max(0, sum(done) - before), took_ms=(time.monotonic() - began) * 1e3, left=left)
+
+    def _remember(self, name: str, done: tuple[int, ...]) -> None:
+        """Record what is computed: a repeated order, as after a deadline, continues there."""
+        self._prepared.pop(name, None)
+        self._prepared[name] = done
         while len(self._prepared) > _REMEMBERED:
             del self._prepared[next(iter(self._prepared))]
-        return ResumePrepared(tokens=max(0, total - sum(before)), took_ms=(time.monotonic() - began) * 1e3)
 
     def forget(self, name: str) -> None:
         self._prepared.pop(name, None)
+
+
+def _list_pieces(sequences: tuple[tuple[int, ...], ...], done: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the index of a sequence, and the end of its next piece, until all are computed."""
+    for i, sequence in enumerate(sequences):
+        for end in (*range(done[i] + _PIECE_TOKENS, len(sequence), _PIECE_TOKENS), len(sequence)):
+            yield i, end

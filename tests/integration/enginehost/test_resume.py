@@ -190,6 +190,21 @@ async def test_preparation_computes_only_missing_tokens_in_chunks(hosts: Hosts, 
     assert not any("priority" in body for body in asked), "its operator configured no priorities"
 
 
+async def test_preparation_is_answered_in_time_and_continued_by_a_repeated_order(hosts: Hosts, tmp_path: Path) -> None:
+    """A migrator cuts long rounds, so that it learns their speed before a deadline."""
+    instance = await ready(hosts, tmp_path, engine_args={"scheduling_policy": "fcfs"})
+    control = subjects.engine_control(instance)
+    order = PrepareResume(prepared="m", revision="r1", sequences=(tuple(range(65, 70)) * 1000,), within_ms=1)
+    found = [await hosts.mesh.request(control, order, ResumePrepared)]
+    while found[-1].left:
+        found.append(await hosts.mesh.request(control, order, ResumePrepared))
+    assert len(found) > 1, "ten pieces take more than a millisecond"
+    assert sum(x.tokens for x in found) == 5000
+    calls = (await hosts.request_route(instance, "/stats", "GET")).json["calls"]
+    asked = [body for _, path, body in calls if path == "/v1/completions" and isinstance(body["prompt"], list)]
+    assert [len(body["prompt"]) for body in asked] == [*range(512, 5000, 512), 5000]
+
+
 async def test_client_priority_is_refused_unless_vllm_is_configured_for_it(hosts: Hosts, tmp_path: Path) -> None:
     instance = await ready(hosts, tmp_path)
     error = (await hosts.request(instance, "chat", messages=HELLO, priority=-1)).error

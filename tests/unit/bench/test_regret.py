@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bench.regret import MEASURES, Setting, figures_of, summary
+from bench.regret import MEASURES, Drawn, Setting, figures_of, run_case, summary
 from bench.regret_cases import draw
 from bench.regret_copies import COPIES
 from services.scheduler.domain.cost.cost import Cost
@@ -21,6 +21,26 @@ def test_summary_has_the_percentiles_of_the_ratios_in_any_order() -> None:
     for row in summary(cases).values():
         assert {p: row[f"p{p}"] for p in (5, 25, 50, 75, 95, 100)} == {5: 0.1, 25: 0.5, 50: 1.0, 75: 1.5, 95: 1.9, 100: 2.0}
         assert (row["ahead_or_equal"], row["best_of_others"]) == (100, {"lru": 200})
+
+
+def test_best_that_is_chosen_on_other_draws_is_not_the_best_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two profiles is the best of one draw by chance, and the worst of the other."""
+    seconds = {"thaw": (2.0, 2.0), "lru": (1.0, 4.0), "native": (3.0, 1.0)}
+
+    def simulate_draws(seed: int, profile: str, setting: Setting) -> list[Drawn]:
+        return [Drawn([ttft], in_time=1) for ttft in seconds[profile]]
+
+    monkeypatch.setattr("bench.regret.simulate_draws", simulate_draws)
+    case = run_case(7, tuple(seconds), Setting(seeds=2))
+    row = summary([case])["ttft_mean_s"]
+    assert (row["p50"], row["best_of_others"]) == (1.0, {"native": 1})
+    assert row["chosen_on_other_draws"]["p50"] == pytest.approx((2 / 4 + 2 / 3) / 2, abs=1e-4)
+
+
+def test_one_draw_of_a_case_has_no_other_draws_to_choose_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.regret.simulate_draws", lambda *_: [Drawn([1.0], in_time=1)])
+    case = run_case(7, ("thaw", "lru"), Setting())
+    assert all("chosen_on_other_draws" not in row for row in summary([case]).values())
 
 
 def test_longer_case_has_more_requests_and_bursts_for_the_same_models() -> None:

@@ -136,7 +136,9 @@ class Runtime(_Strict):
     window_s: float = Field(default=10.0, gt=0, description="Sliding window of the autoscaler.")
     alpha: float = Field(default=0.5, ge=0, le=1, description="Initial alpha of the SLO queue.")
     alpha_period_s: float = Field(default=10.0, gt=0)
-    timeout_s: float = Field(default=300.0, gt=0, description="A request that has waited this long fails.")
+    timeout_s: float = Field(
+        default=300.0, gt=0, description="A request that has waited this long fails; one that is interrupted waits again."
+    )
     failover: Literal["restart", "resume"] = Field(default="resume", description="Requests of a failed node restart, or resume.")
     message_ms: float = Field(default=1.0, ge=0, description="One way, between any two processes. Only with --mesh.")
     reply_ms: float = Field(

@@ -84,13 +84,19 @@ class Controller:
             self._arrivals = False
             self.pump()  # requests of one instant are one decision
         if run.waiting:
-            world.clock.call_later(world.runtime.timeout_s, lambda: self._timed_out(run))
+            self._limit_wait(run)
 
     def _fits_nowhere(self, model: SimModel) -> bool:
         return not any(model.need <= d.budget for n in model.nodes for d in n.devices)
 
+    def _limit_wait(self, run: Run) -> None:
+        """Fail a waiting request after `timeout_s`; if it is interrupted, it waits again."""
+        clock = self.world.clock
+        run.deadline = clock.now + self.world.runtime.timeout_s
+        clock.at(run.deadline, lambda: self._timed_out(run))
+
     def _timed_out(self, run: Run) -> None:
-        if run.waiting and run.begun is None:
+        if run.waiting and self.world.clock.now >= run.deadline:
             run.model.queue.remove(run)
             self._give_up(run, timed_out=True)
 
@@ -115,6 +121,9 @@ class Controller:
         for model in dict.fromkeys(r.model for r in runs):
             self.dispatch(model)
         self.pump()
+        for run in runs:
+            if run.waiting:
+                self._limit_wait(run)
 
     def dispatch(self, model: SimModel) -> None:
         """Assign waiting requests to open instances, the least busy first."""

@@ -30,6 +30,10 @@ class Cache:
     def free(self) -> int:
         return self.capacity - self.used
 
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self.held[name] for name in self._pins if name in self.held)
+
     def add(self, name: str, nbytes: int) -> bool:
         """Add an entry; return False if pinned entries leave too little room."""
         if name in self.held:

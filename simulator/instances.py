@@ -354,6 +354,15 @@ class Instance:
         self._advance()
         return max(run.tokens, min(run.output - 1, int(run.output - (run.decode_end - self._virtual) + 1e-6)))
 
+    def kv_tokens_of(self, run: Run) -> int:
+        """Return the tokens of a request whose KV cache is there.
+
+        A prompt that waits or is being computed has none, except for the part that was prepared.
+        """
+        if run.timer is not None and isinstance(self.service, Batching):
+            return run.prepared
+        return run.prompt + self.tokens_of(run)
+
     def progress(self) -> tuple[float, int]:
         """Return the seconds until the last request ends, and the tokens of the longest."""
         if isinstance(self.service, Fixed):

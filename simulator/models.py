@@ -99,6 +99,7 @@ class RequestRun(Generic[InstanceT]):
 
     Attributes:
         tokens: Tokens generated so far.
+        deadline: Time at which it fails if it still waits.
         paused_at: Start of an interruption, which lasts until the prompt is computed again.
         pause: Seconds of all interruptions.
         first_pause: The part of `pause` before the first token.
@@ -106,7 +107,7 @@ class RequestRun(Generic[InstanceT]):
     """
 
     __slots__ = (
-        "arrived", "begun", "cold", "decode_end", "first_at", "first_pause", "instance", "kv_bytes", "kv_device",
+        "arrived", "begun", "cold", "deadline", "decode_end", "first_at", "first_pause", "instance", "kv_bytes", "kv_device",
         "model", "number", "output", "pause", "paused_at", "prepared", "prompt", "timer", "tokens", "waiting",
     )  # fmt: skip
 
@@ -117,7 +118,7 @@ class RequestRun(Generic[InstanceT]):
         self.first_at: float | None = None
         self.instance: InstanceT | None = None
         self.tokens = self.prepared = 0
-        self.decode_end = 0.0
+        self.deadline = self.decode_end = 0.0
         self.pause = self.first_pause = 0.0
         self.paused_at: float | None = None
         self.timer: Timer | None = None

@@ -135,7 +135,7 @@ class Options:
         missing = model.weights - resident
         tier = node.tier(model.name)
         path = node.source(tier)
-        fetch = world.fetches.estimate_seconds(node, None if resident else model.name, path, missing)
+        fetch = world.fetches.estimate_seconds(node, model.name, path, missing)
         load = node.network.estimate_seconds(device.path, missing)
         merge = self.merge_seconds(device, model) if resident or device.kept else 0.0
         total = world.startup_seconds(fetch, load + merge, clear) + first

@@ -8,7 +8,7 @@ cache is gathered. A gathering has the links of its nodes to itself (the artifac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from services.scheduler.domain.policies.autoscaling import needed_workers, share_requests
@@ -51,8 +51,9 @@ class Pipelines:
         world, model = self._world, instance.model
         able = [p for p in instance.parts if self._can_grow(instance, p)]
         if not able:
-            # No stage has room for the rest yet: retry later, as long as the pipeline serves.
-            self._make_room(instance)
+            # No stage has room for the rest yet. Nothing is evicted for an idle pipeline.
+            if instance.runs:
+                self._make_room(instance)
             world.clock.call_later(1.0, lambda: self._consolidate_again(instance))
             return
         survivors = able[: self._count_successors(instance)]
@@ -78,7 +79,7 @@ class Pipelines:
         return max(1, min(len(instance.parts), target - whole))
 
     def _consolidate_again(self, instance: Instance) -> None:
-        if instance.state == "ready" and len(instance.parts) > 1 and instance.runs:
+        if instance.state == "ready" and len(instance.parts) > 1:
             self.consolidate(instance)
 
     def _make_room(self, instance: Instance) -> None:
@@ -175,9 +176,9 @@ class Pipelines:
         held = (now - instance.began) / 1e9
         world.outcome.device_memory_gb_seconds += held * sum(p.nbytes for p in instance.parts if p is not stays)
         world.outcome.device_seconds += (now - instance.began) * (len(instance.parts) - 1)
-        for runs in shares[1:]:
-            for run in runs:
-                instance.take(run)
+        kv_tokens = {run: instance.kv_tokens_of(run) for runs in shares[1:] for run in runs}
+        for run in kv_tokens:
+            instance.take(run)
         instance.become([stays], gathered)
         for p in (*released, *others):
             p.device.instances.pop(instance.key, None)
@@ -189,7 +190,7 @@ class Pipelines:
             world.clock.call_later(gathered, lambda: self._on_gathered(nodes))
         homeless: list[Run] = []
         for new, runs in zip(replicas, shares[1:], strict=True):
-            homeless += self._hand_over(new, runs, gathered)
+            homeless += self._hand_over(new, runs, kv_tokens, gathered)
         for new in replicas:  # after all of them count, so that no further instance is started
             self._in_service(new)
         for p in released:
@@ -211,8 +212,14 @@ class Pipelines:
             left = left[count:]
         return shares
 
-    def _hand_over(self, new: Instance, runs: list[Run], gathered: float) -> list[Run]:
+    def _hand_over(self, new: Instance, runs: list[Run], kv_tokens: Mapping[Run, int], gathered: float) -> list[Run]:
         """Continue requests on a successor once their KV cache is gathered.
+
+        Args:
+            new: The successor.
+            runs: The requests.
+            kv_tokens: Tokens of each whose KV cache the stages had.
+            gathered: Seconds of the gathering.
 
         Returns:
             Requests for whose KV cache it has no memory.
@@ -223,8 +230,7 @@ class Pipelines:
             if not self._grant(new, run):
                 homeless.append(run)
                 continue
-            if run.tokens:
-                run.prepared = run.prompt + run.tokens
+            run.prepared = kv_tokens[run]
             new.admit(run)
         return homeless
 
@@ -244,7 +250,7 @@ class Pipelines:
         return new
 
     def _gather_seconds(self, instance: Instance, runs: list[Run]) -> float:
-        """Return the seconds to gather these requests' KV blocks over the network of one node."""
-        tokens = sum(r.prompt + instance.tokens_of(r) for r in runs)
+        """Return the seconds to gather these requests' KV caches over the network of one node."""
+        tokens = sum(instance.kv_tokens_of(r) for r in runs)
         share = (len(instance.parts) - 1) / len(instance.parts)
         return tokens * instance.model.kv_per_token * share / (self._world.runtime.gather_gb_per_second * 1e9)

@@ -85,7 +85,11 @@ class Starts:
             self.begin(start)
 
     def begin(self, start: Start) -> None:
-        """Take the promised memory once all of it is free."""
+        """Take the promised memory once all of it is free beside that of older starts.
+
+        Otherwise a later start could take memory that an older one waits for, which then would wait
+        for the later one's victims (services/scheduler/domain/reconcile.py has the same rule).
+        """
         world = self._world
         if start.begun or start.given_up or not all(self._make_room(start, p) for p in start.instance.parts):
             return
@@ -106,12 +110,16 @@ class Starts:
         """Drop reusable weights, chosen ones first; instances have to stop by themselves."""
         device, name = part.device, start.instance.model.name
         own = device.kept[name].nbytes if name in device.kept else 0
-        short = part.nbytes - own - device.room
+        waiting = self.waiting[device.key]
+        older = waiting[: waiting.index(start)]
+        reused = {s.instance.model.name for s in older if s.way == "reuse"}
+        others = [k for k in device.kept.values() if k.model != name and k.model not in reused]
+        need, before = part.nbytes - own, sum(s.promised[device.key] for s in older)
+        if need + before > device.room + sum(k.nbytes for k in others):
+            return False
+        short = need - device.room
         if short <= 0:
             return True
-        others = [k for k in device.kept.values() if k.model != name]
-        if short > sum(k.nbytes for k in others):
-            return False
         chosen = {v.removeprefix("weights:"): n for n, v in enumerate(start.victims)}
         for kept in sorted(others, key=lambda k: (chosen.get(k.model, len(chosen)), k.last_used, k.model)):
             short -= device.drop(kept.model, short)
@@ -222,6 +230,9 @@ class Starts:
                 device.promised -= start.promised[device.key]
                 self.waiting[device.key].remove(start)
             world.touch(device)
+        for part in instance.parts:
+            if part.device.node.alive:
+                self.retry_waiting(part.device)
 
 
 class Load:
@@ -259,7 +270,7 @@ class Load:
             return
         parts = start.instance.parts
         self._key = (self._node.name, self._model.name, parts.index(part), len(parts))
-        self._shared = not start.resident
+        self._shared = not start.resident or world.shares_fetch(self._node, self._model)
         self._name = fetch_name(self._model.name, self._key[2], len(parts)) if self._shared else start.instance.key
         if self._tier == "remote":
             start.recorded.append((self._node.name, self._name, self._key))

@@ -285,6 +285,15 @@ class World:
         fetch = self.fetches.estimate_seconds(node, model.name, node.source(node.tier(model.name)), nbytes)
         return fetch, node.network.estimate_seconds(device.path, nbytes)
 
+    def shares_fetch(self, node: SimNode, model: SimModel) -> bool:
+        """True if a load of the weights that one device lacks shares its fetch with other loads.
+
+        Thaw's loader gives it a load of its own, unless the node loads all of the weights. A disk
+        that caches a remote source is filled once for all loads (weights/cache/caching.py).
+        """
+        is_cached = self.runtime.cache_ssd and model.weights <= node.ssd.capacity
+        return self.fetches.under_way((node.name, model.name, 0, 1)) or (node.tier(model.name) == "remote" and is_cached)
+
     def startup_seconds(self, fetch: float, load: float, clear: float = 0.0) -> float:
         """Return the seconds of a start without its first prompt, as in `loading_seconds`."""
         s = self.runtime.startup

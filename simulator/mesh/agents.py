@@ -34,6 +34,9 @@ class Listener(Protocol):
     def on_answered(self, run: Run) -> None:
         """A request has got its last token."""
 
+    def requeue(self, runs: list[Run]) -> None:
+        """Requests have lost their instance."""
+
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
@@ -121,7 +124,9 @@ class Agents:
         engine = Instance(
             command.instance_id, model, [Part(device, command.reserve_bytes)], world.clock, world.runtime, self._on_answered
         )
-        instance = MeshInstance(command, engine, device, world.clock.now, can_suspend="suspend" in world.can, phases=before)
+        # Nodes stop the instances of separate devices, whose weights stay there in any case.
+        can_suspend = "suspend" in world.can and not node.residency
+        instance = MeshInstance(command, engine, device, world.clock.now, can_suspend=can_suspend, phases=before)
         instance.resume_s = world.runtime.startup.restore_s + model.snapshot / min(link.bandwidth for link in device.path)
         device.instances[engine.key] = engine
         node.instances[instance.key] = instance
@@ -214,16 +219,17 @@ class Agents:
         clock.call_later(self._delay, lambda: self.listener.on_routed(instance) if instance.engine.state == "ready" else None)
 
     def stop(self, node: MeshNode, command: StopInstance) -> None:
-        self._asked_to_leave(node, command.instance_id, "stop", command.only_if_idle)
+        self._asked_to_leave(node, command, "stop")
 
     def suspend(self, node: MeshNode, command: SuspendInstance) -> None:
-        self._asked_to_leave(node, command.instance_id, "suspend", command.only_if_idle)
+        self._asked_to_leave(node, command, "suspend")
 
-    def _asked_to_leave(self, node: MeshNode, key: str, then: str, only_if_idle: bool) -> None:
-        instance, now = node.instances.get(key), self._world.clock.now
+    def _asked_to_leave(self, node: MeshNode, command: StopInstance | SuspendInstance, then: str) -> None:
+        key, now = command.instance_id, self._world.clock.now
+        instance = node.instances.get(key)
         if not node.alive or instance is None or instance.state in (InstanceState.DRAINING, InstanceState.STOPPED):
             return
-        if only_if_idle and instance.engine.runs:
+        if command.only_if_idle and instance.engine.runs:
             self._post(StopRefused(now + self._delay, key, InstanceBusy("The instance is serving").body()))
             return
         if instance.state.parked:
@@ -235,6 +241,28 @@ class Agents:
                 self.weights.end(instance)
             then = "stop"
         self._drain(node, instance, then if instance.can_suspend else "stop")
+        if instance.engine.runs:
+            self._world.clock.call_later(command.drain_timeout_ms / 1e3, lambda: self._on_drain_timeout(node, instance))
+
+    def _on_drain_timeout(self, node: MeshNode, instance: MeshInstance) -> None:
+        """End the requests of an instance that still drains; they continue elsewhere.
+
+        It is stopped then, also instead of being suspended.
+        """
+        if self._by_engine.get(instance.key) is not instance or instance.state is not InstanceState.DRAINING:
+            return
+        runs = list(instance.engine.runs)
+        if not runs:
+            return
+        instance.then = "stop"
+        self.weights.end(instance)
+        for run in runs:
+            instance.engine.take(run)
+            if self._world.runtime.failover == "restart":
+                run.tokens = 0
+        self._world.outcome.preemptions += len(runs)
+        self._on_drained(node, instance)
+        self.listener.requeue(runs)
 
     def _drain(self, node: MeshNode, instance: MeshInstance, then: str) -> None:
         self.listener.on_unrouted(instance)
@@ -247,8 +275,7 @@ class Agents:
     def _on_drained(self, node: MeshNode, instance: MeshInstance) -> None:
         """Suspend a drained instance to host memory if there is room, else stop it."""
         world, model, s = self._world, self._world.models[instance.model], self._world.runtime.startup
-        if instance.then == "suspend" and node.sim.dram.add(f"snapshot:{instance.key}", model.snapshot):
-            node.sim.dram.pin(f"snapshot:{instance.key}")
+        if instance.then == "suspend" and self._reserve_snapshot(node, instance, model.snapshot):
             self.report_loader(node)
             seconds = s.leave_s + model.snapshot / min(link.bandwidth for link in instance.device.path)
             world.clock.call_later(seconds, lambda: self._on_suspended(node, instance))
@@ -256,11 +283,31 @@ class Agents:
         world.outcome.stops += 1
         world.clock.call_later(s.leave_s, lambda: self._on_gone(node, instance))
 
+    def _reserve_snapshot(self, node: MeshNode, instance: MeshInstance, nbytes: int) -> bool:
+        """Reserve host memory for a snapshot; return False if there is too little.
+
+        Cached weights are evicted for it, and then the least recently suspended instances are
+        stopped (services/nodeagent/domain/suspending.py).
+        """
+        dram, name = node.sim.dram, f"snapshot:{instance.key}"
+        parked = sorted((i for i in node.instances.values() if i.state.parked), key=lambda i: (i.suspended_at, i.key))
+        if nbytes > dram.capacity - dram.pinned_bytes + sum(i.snapshot for i in parked):
+            return False
+        for oldest in parked:
+            if nbytes <= dram.capacity - dram.pinned_bytes:
+                break
+            self._world.outcome.stops += 1
+            self._on_gone(node, oldest)
+        dram.add(name, nbytes)
+        dram.pin(name)
+        return True
+
     def _on_suspended(self, node: MeshNode, instance: MeshInstance) -> None:
         if self._by_engine.get(instance.key) is not instance:
             return
         self.count(instance)
         instance.state, instance.engine.state = InstanceState.SUSPENDED, "parked"
+        instance.suspended_at = self._world.clock.now
         instance.snapshot = self._world.models[instance.model].snapshot
         node.snapshots += instance.snapshot
         self.weights.unpin(instance)
@@ -322,10 +369,10 @@ class Agents:
     def _on_gone(self, node: MeshNode, instance: MeshInstance) -> None:
         if self._by_engine.pop(instance.key, None) is None:
             return
-        if instance.state.parked or instance.snapshot:
-            self._drop_snapshot(node, instance)
-        else:
+        if not instance.state.parked:
             self.count(instance)
+        if instance.snapshot:
+            self._drop_snapshot(node, instance)
         self.weights.release(node, instance)
         instance.state, instance.engine.state = InstanceState.STOPPED, "gone"
         instance.device.instances.pop(instance.key, None)

@@ -75,7 +75,7 @@ class Gateway:
         queue.arrivals_at.append(self._world.clock.now)
         self._dispatch(queue)
         if run.waiting:
-            self._world.clock.call_later(self._world.runtime.timeout_s, lambda: self._timed_out(queue, run))
+            self._limit_wait(run)
 
     def requeue(self, runs: list[Run]) -> None:
         """Queue requests that lost their instance before all others of their model."""
@@ -84,6 +84,9 @@ class Gateway:
             self._queues[run.model.name].waiting.appendleft(run)
         for name in dict.fromkeys(r.model.name for r in runs):
             self._dispatch(self._queues[name])
+        for run in runs:
+            if run.waiting:
+                self._limit_wait(run)
 
     def on_routed(self, instance: MeshInstance) -> None:
         queue = self._queues[instance.model]
@@ -140,8 +143,17 @@ class Gateway:
         queue.waiting.clear()
         self._report_demand(queue)
 
+    def _limit_wait(self, run: Run) -> None:
+        """Fail a waiting request after `timeout_s`; if it loses its instance, it waits again.
+
+        services/gateway/domain/dispatcher.py has the same rule.
+        """
+        clock = self._world.clock
+        run.deadline = clock.now + self._world.runtime.timeout_s
+        clock.at(run.deadline, lambda: self._timed_out(self._queues[run.model.name], run))
+
     def _timed_out(self, queue: _Queue, run: Run) -> None:
-        if run.waiting and run.begun is None:
+        if run.waiting and self._world.clock.now >= run.deadline:
             queue.waiting.remove(run)
             self._give_up(run)
             self._world.outcome.timed_out += 1

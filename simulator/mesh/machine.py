@@ -37,6 +37,7 @@ class MeshInstance:
     then: Literal["", "stop", "suspend"] = ""
     completed: int = 0
     snapshot: int = 0
+    suspended_at: float = 0.0
     resume_s: float = 0.0
     """Expected seconds to resume."""
     can_suspend: bool = False

@@ -47,6 +47,7 @@ from simulator.failures import schedule_failures
 from simulator.instances import Run, SimNode
 from simulator.mesh.agents import Agents, Recorded, Spans, StartTimes
 from simulator.mesh.gateway import Gateway
+from simulator.mesh.idle_ticks import IdleTicks
 from simulator.mesh.machine import MeshNode
 from simulator.mesh.migrator import Migrator
 from simulator.report import Outcome
@@ -134,6 +135,7 @@ class Simulation:
         self._clock, self._delay = self.world.clock, cluster.runtime.message_ms / 1e3
         self._decision = cluster.runtime.decision_ms / 1e3
         self._tick_at, self._next_tick = inf, Timer(lambda: None)
+        self._idle_ticks = IdleTicks(self._policy)
         self._fails, self._coming = fails, 0
         self._pending_events: list[Event] = []
         self._deciding, self._sent = False, 0
@@ -253,6 +255,7 @@ class Simulation:
     def _decide(self, event: Event) -> None:
         decision = decide(self.state, event, self._clock.now, self._policy)
         apply(self.state, decision.changes)
+        self._idle_ticks.record(event, decision)
         self.outcome.decisions += 1
         for effect in decision.effects:
             self._carry_out(effect)
@@ -315,4 +318,8 @@ class Simulation:
 
     def _tick(self) -> None:
         self._tick_at = inf
-        self._decide(Tick(self._clock.now))
+        if self._idle_ticks.changes_nothing(self.state, self._clock.now):
+            self.outcome.decisions += 1
+            self._wake_timer()
+        else:
+            self._decide(Tick(self._clock.now))

@@ -47,7 +47,8 @@ class Weights:
 
         path = sim.source(instance.tier) if instance.tier != "dram" else ()
         if path:
-            instance.leaves.append(world.fetches.join(sim, (sim.name, name, 0, 1), path, missing, on_fetched))
+            leave = world.fetches.join(sim, (sim.name, name, 0, 1), path, missing, on_fetched, lacking=nbytes)
+            instance.leaves.append(leave)
         else:
             sim.dram.touch(name)
             world.clock.call_later(0.0, on_fetched)
@@ -71,8 +72,11 @@ class Weights:
             arrived(Phase.FETCH)
 
         path = sim.source(instance.tier) if instance.tier != "dram" else ()
-        if path and lacking:
-            instance.leaves.append(world.fetches.join(sim, (sim.name, name, 0, 1), path, lacking, on_fetched))
+        if path and lacking and (missing == nbytes or world.shares_fetch(sim, world.models[name])):
+            leave = world.fetches.join(sim, (sim.name, name, 0, 1), path, lacking, on_fetched, lacking=missing)
+            instance.leaves.append(leave)
+        elif path and lacking:
+            instance.flows.append(sim.network.start(path, lacking, on_fetched))
         else:
             sim.dram.touch(name)
             world.clock.call_later(0.0, on_fetched)

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.domain.policies.common import keep_setting
-from simulator.config import Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
+from simulator.config import Batching, ClusterFile, Fixed, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
 from simulator.policies import hydraserve
+from simulator.report import Outcome
 from simulator.simulate import simulate
 from simulator.workloads.request import Request
 
@@ -173,14 +174,18 @@ def test_prompts_that_are_computed_together_pass_the_stages_once() -> None:
 
 @pytest.mark.parametrize("prefill_together", [False, True])
 def test_prompts_of_the_remaining_stage_wait_for_the_gathering(prefill_together: bool) -> None:
-    """A prompt of 1 s begins 0.1 s before the pipeline becomes one instance, at 10 s."""
+    """A prompt of 1 s begins 0.1 s before the pipeline becomes one instance, at 10 s.
+
+    Only the other three requests have a KV cache then.
+    """
     late = Request(9.9, "m", 1000, 2)
     cluster = machines(stage_batches=False, gather_gb_per_second=1)
     group = model(prefill_together=prefill_together, kv_mb_per_token=1e3 * KV_GB, replicas_max=1)
     outcome = simulate(cluster, [group], [*burst(3), late], PROFILE)
     assert (outcome.stages, outcome.successors) == ([4], [1])
     found = next(s for s in outcome.served if s.at == 9.9)
-    assert found.pause > 0.5
+    tokens = [PROMPT + 1 + int((10.0 - s.ttft) / 0.1 + 1e-6) for s in outcome.served if s is not found]
+    assert found.pause == pytest.approx(sum(tokens) * KV_GB * 3 / 4, abs=0.003)
     assert found.ttft == pytest.approx(1.0 + found.pause)
     assert [s.pause for s in outcome.served] == pytest.approx([found.pause] * 4)
 
@@ -197,3 +202,27 @@ def test_start_of_a_pipeline_that_becomes_an_idle_instance_is_predicted_once() -
     outcome = simulate(machines(), [model()], [*burst(1, output=2), Request(12.0, "m", PROMPT, 2)], PROFILE)
     assert (outcome.stages, outcome.successors) == ([4], [1])
     assert len(outcome.prediction_errors) == 1
+
+
+def run_beside_others(keep_alive: float) -> Outcome:
+    """A pipeline of two stages begins at 15 s beside instances that serve until 27 s.
+
+    These are loaded from the disks. The nodes have no room for the whole model of the pipeline,
+    whose request ends at once.
+    """
+    machine = NodeGroup(count=2, devices=1, device_gb=12.5, dram_gb=0, ssd_gb=7, links=LinkSpeeds(remote=1, ssd=1, device=1000))
+    others = model(name="other", copies=2, weights_gb=7, service=Fixed(seconds=20), slo_ttft=30, keep_alive=keep_alive)
+    asked = [Request(0.0, "other-0", 1, 1), Request(0.0, "other-1", 1, 1), *[Request(at, "m", PROMPT, 2) for at in (10.0, 60.5)]]
+    outcome = simulate(machines().model_copy(update={"nodes": (machine,)}), [model(), others], asked, PROFILE)
+    assert outcome.stages == [1, 1, 2]
+    assert [s.queued for s in sorted(outcome.served, key=lambda s: s.at)] == pytest.approx([7.0, 7.0, 5.0, 0.0])
+    return outcome
+
+
+def test_pipeline_that_was_idle_when_it_had_no_room_becomes_one_instance_later() -> None:
+    assert run_beside_others(keep_alive=1).successors == [1]
+
+
+def test_no_idle_instance_leaves_for_the_rest_of_an_idle_pipeline() -> None:
+    outcome = run_beside_others(keep_alive=100)
+    assert (outcome.successors, outcome.stops) == ([], 0)

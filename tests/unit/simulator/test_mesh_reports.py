@@ -7,11 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from services.scheduler.domain.decide import Decision, decide
 from services.scheduler.domain.demand.slo import usage_of
-from services.scheduler.domain.events import Event, Tick
-from services.scheduler.domain.policy import Policy
-from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.profiles import profile_named
 from shared.contracts.loader import PrefetchWeights
 from shared.contracts.node import StartInstance
@@ -154,13 +150,13 @@ def test_a_cluster_that_caches_nothing_loads_from_its_source_each_time() -> None
 
 def test_scheduler_ticks_every_second_while_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks: list[float] = []
+    before_tick = Simulation._tick
 
-    def observe(state: ClusterState, event: Event, now: float, policy: Policy) -> Decision:
-        if isinstance(event, Tick):
-            ticks.append(now)
-        return decide(state, event, now, policy)
+    def tick(run: Simulation) -> None:
+        ticks.append(run.world.clock.now)
+        before_tick(run)
 
-    monkeypatch.setattr("simulator.mesh.run.decide", observe)
+    monkeypatch.setattr(Simulation, "_tick", tick)
     simulation(but("pinned", keep_alive=-1, has_ttft_objective=False)).run([ask(0, "pinned"), ask(60, "pinned")])
     quiet = [at for at in ticks if 20 < at < 59]
     assert [after - before for before, after in pairwise(quiet)] == pytest.approx([1.0] * (len(quiet) - 1))

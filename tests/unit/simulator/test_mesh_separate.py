@@ -15,7 +15,7 @@ from shared.contracts.phases import Phase
 from simulator.clock import Clock
 from simulator.config import GB, Batching, ClusterFile, LinkSpeeds, ModelGroup, NodeGroup, Runtime, Startup
 from simulator.hardware import Node
-from simulator.instances import Instance
+from simulator.instances import Instance, SimDevice
 from simulator.mesh.machine import MeshInstance
 from simulator.mesh.residency import Residency
 from simulator.mesh.run import Simulation, card_of
@@ -73,6 +73,66 @@ def test_another_device_and_host_memory_share_a_load(there: int, peer: float | N
     simulation.agents.weights.load(node, instance, lambda phase: arrived.update({phase: simulation.world.clock.now}))
     simulation.world.clock.run(until=lambda: simulation.world.clock.now > 60)
     assert arrived[Phase.LOAD] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("memory", "possible"), [("unified", True), ("separate", False)])
+def test_nodes_report_that_instances_of_separate_devices_cannot_be_suspended(memory: str, possible: bool) -> None:
+    runtime = Runtime(startup=STARTUP, message_ms=0, capabilities=frozenset({"suspend", "reuse"}), in_dram=True)
+    machine = group(1, 22).model_copy(update={"memory": memory})
+    simulation = Simulation(ClusterFile(nodes=(machine,), runtime=runtime), [MODEL], profile_named("lru"))
+    simulation.run([ask(0, "m-0")])
+    assert [report.status.suspension.possible for report in simulation.state.reports.values()] == [possible]
+
+
+@pytest.mark.parametrize(
+    ("ssd_gb", "is_on_disk", "whole_first", "seconds"),
+    [
+        (100, True, False, {"part": 1.6, "whole": 2.8}),
+        (100, True, True, {"part": 2.0, "whole": 2.0}),
+        (100, False, False, {"part": 4.0, "whole": 10.0}),
+        (0, False, False, {"part": 8.0, "whole": 14.0}),
+    ],
+)
+def test_load_of_all_weights_does_not_end_with_that_of_a_part(
+    ssd_gb: float, is_on_disk: bool, whole_first: bool, seconds: dict[str, float]
+) -> None:
+    """A device lacks 4 GB, another one all 10 GB; the disk has 5 GB/s and the source 1 GB/s.
+
+    A part is a load of its own, unless all of the weights are being loaded. A disk that caches the
+    source is filled by both together.
+    """
+    node_group = group(2, 14).model_copy(update={"ssd_gb": float(ssd_gb)})
+    model = MODEL.model_copy(update={"copies": 1})
+    simulation = Simulation(ClusterFile(nodes=(node_group,)), [model], profile_named("lru"))
+    node, clock = simulation.nodes["node-0"], simulation.world.clock
+    part, whole = node.sim.devices
+    load_and_stop(node.residency[part.key], "m", 0.0)
+    part.drop("m", 4 * GB)
+    if not is_on_disk:
+        node.sim.ssd.remove("m")
+    fetched: dict[str, float] = {}
+
+    def load(name: str, device: SimDevice) -> None:
+        start = StartInstance(
+            token=1,
+            plan_id="p",
+            instance_id=name,
+            card=card_of("m", model),
+            device_ids=(f"cuda:{device.index}",),
+            reserve_bytes=12 * GB,
+            kv_bytes=0,
+        )
+
+        def on_arrived(phase: Phase) -> None:
+            if phase is Phase.FETCH:
+                fetched[name] = clock.now
+
+        simulation.agents.weights.load(node, MeshInstance(start, Mock(), device, 0.0), on_arrived)
+
+    for name, device in (("whole", whole), ("part", part)) if whole_first else (("part", part), ("whole", whole)):
+        load(name, device)
+    clock.run(until=lambda: clock.now > 60)
+    assert fetched == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("prompt_s", "first_s"), [(1.0, COPY_S), (8.0, START_S + 8.0)])

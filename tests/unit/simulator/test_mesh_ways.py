@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from services.scheduler.profiles import profile_named
 from shared.contracts.loader import PrefetchWeights
+from shared.contracts.node import InstanceState, ResumeInstance, StopInstance
+from simulator.clock import Clock
 from simulator.config import (
     GB,
     Batching,
@@ -26,6 +28,7 @@ from simulator.config import (
     Startup,
     names_of,
 )
+from simulator.mesh.agents import Agents
 from simulator.mesh.machine import MeshNode
 from simulator.mesh.run import Simulation, card_of
 from simulator.report import Outcome
@@ -134,6 +137,26 @@ def test_migration_may_take_longer_than_an_order_that_no_migrator_claims() -> No
     assert (outcome.migrations, len(outcome.served), outcome.lost) == (1, 2, 0)
 
 
+def test_least_recently_suspended_instance_is_stopped_for_a_new_snapshot() -> None:
+    """Host memory has room for two: of m-0 and m-1, then m-1 and m-2, then m-2 and m-3."""
+    requests = [ask(60.0 * n, f"m-{model}") for n, model in enumerate((0, 1, 2, 3, 2))]
+    cluster = machines(1, can=frozenset({"suspend"}), runtime={"cache_dram": False}, dram_gb=22)
+    outcome = run(cluster, [MODEL.model_copy(update={"copies": 4})], requests)
+    assert outcome.loads == {"ssd": 4, "snapshot": 1}
+    assert (outcome.suspensions, outcome.stops) == (4, 2)
+
+
+def test_requests_of_an_instance_that_drains_for_a_minute_continue_later() -> None:
+    """It drains for the other model after `preempt_after_s`, and would serve for 200 s."""
+    models = [MODEL, MODEL.model_copy(update={"name": "other"})]
+    outcome = run(machines(1, can=frozenset({"preempt"})), models, [ask(0, "m", 2000), ask(10, "other")])
+    long, other = sorted(outcome.served, key=lambda s: s.at)
+    assert (outcome.preemptions, outcome.lost, len(outcome.served)) == (1, 0, 2)
+    assert other.queued == pytest.approx(15 + 60 + 0.3 + 4.5, abs=1)
+    assert long.ended > other.ended
+    assert long.pause > 4.5
+
+
 @pytest.mark.parametrize("failover", ["resume", "restart"])
 def test_requests_of_a_failed_node_are_resumed_on_another(failover: str) -> None:
     failures = Failures(events=(Failure(node="node-0", at=10, seconds=30),))
@@ -148,6 +171,33 @@ def test_requests_of_a_failed_node_are_resumed_on_another(failover: str) -> None
     prompt = (100 + tokens) / 1000
     assert served.ended - (101 - (tokens or 1)) * 0.1 - prompt == ready
     assert served.pause > 14
+
+
+def test_request_that_a_failed_node_interrupted_waits_no_longer_than_the_time_out() -> None:
+    failures = Failures(events=(Failure(node="node-0", at=10, seconds=1000),))
+    cluster = machines(1, failures=failures, runtime={"timeout_s": 6})
+    outcome = run(cluster, [MODEL], [ask(0, "m", 101)])
+    assert (outcome.timed_out, outcome.lost, outcome.restarts) == (1, 0, 1)
+    assert outcome.ended_at == pytest.approx(10 + 10.3 + 6)
+
+
+def test_resumption_that_is_stopped_counts_as_device_time() -> None:
+    """It takes 0.7 s, and is stopped after half a second; the node needs 0.3 s for that."""
+    device_seconds = []
+    for is_resumed in (False, True):
+        simulation = Simulation(machines(1, can=frozenset({"suspend"})), [MODEL.model_copy(update={"keep_alive": 5})])
+        (node,), agents, clock = simulation.nodes.values(), simulation.agents, simulation.world.clock
+
+        def resume_and_stop(node: MeshNode = node, agents: Agents = agents, clock: Clock = clock) -> None:
+            (instance,) = node.instances.values()
+            assert instance.state is InstanceState.SUSPENDED
+            agents.resume(node, ResumeInstance(token=99, instance_id=instance.key, plan_id="p"))
+            clock.call_later(0.5, lambda: agents.stop(node, StopInstance(token=100, instance_id=instance.key)))
+
+        if is_resumed:
+            clock.at(60.0, resume_and_stop)
+        device_seconds.append(simulation.run([ask(0, "m"), ask(120, "m")]).device_seconds)
+    assert device_seconds[1] - device_seconds[0] == pytest.approx(0.5 + 0.3 + 4.5 - 0.7, abs=0.3)
 
 
 def test_a_recovered_node_is_used_again() -> None:

@@ -195,6 +195,15 @@ def test_evicted_instance_is_suspended_where_its_snapshot_displaces_no_other_wei
     assert outcome.served[-1].queued == pytest.approx(0.75 + 0.1 + 0.5 if expected == 2 else 3 + 0.5)
 
 
+def test_later_start_takes_no_memory_that_an_older_one_waits_for() -> None:
+    """v and w leave for a at 12 s, one after the other, and x leaves for b at 13 s."""
+    models = [model(name, weights_gb=gb) for name, gb in (("v", 8), ("w", 4), ("x", 8), ("a", 12), ("b", 8))]
+    asks = [ask(at, name) for at, name in ((0, "v"), (2, "w"), (5, "x"), (10, "a"), (11, "b"))]
+    outcome = simulate(cluster(Runtime(in_dram=True, startup=Startup(leave_s=2))), models, asks, PLAIN)
+    queued = {s.model: s.queued for s in outcome.served}
+    assert (queued["a"], queued["b"]) == pytest.approx((2 + 12 / 20, 2 + 8 / 20))
+
+
 def test_instance_on_an_exclusive_device_is_stopped_because_no_snapshot_is_restored_there() -> None:
     models = [model("a"), model("b", weights_gb=15)]
     runtime = Runtime(in_dram=True, exclusive=True, startup=Startup(container_s=3, restore_s=0.1))
@@ -354,6 +363,21 @@ def test_start_on_a_node_that_fails_counts_as_device_time_until_then() -> None:
     assert outcome.ended_at == pytest.approx(12)
     assert outcome.device_seconds == pytest.approx(0.25 + 11)
     assert outcome.device_memory_gb_seconds == pytest.approx(10 * (0.25 + 11))
+
+
+def test_request_that_a_failed_node_interrupted_waits_no_longer_than_the_time_out() -> None:
+    failures = Failures(events=(Failure(node="node-0", at=2, seconds=1000),))
+    runtime = Runtime(in_dram=True, timeout_s=50)
+    outcome = simulate(cluster(runtime, failures=failures), [model("a", service=LONG)], [ask(0, "a")], PLAIN)
+    assert (outcome.timed_out, outcome.lost, outcome.restarts, outcome.ended_at) == (1, 0, 1, 52.0)
+
+
+def test_request_whose_start_a_failure_ended_waits_no_longer_than_the_time_out() -> None:
+    """It was bound to the device when it arrived."""
+    failures = Failures(events=(Failure(node="node-0", at=0.25, seconds=1000),))
+    runtime = Runtime(in_dram=True, exclusive=True, timeout_s=50)
+    outcome = simulate(cluster(runtime, failures=failures), [model("a")], [ask(0, "a")], PLAIN)
+    assert (outcome.timed_out, outcome.lost, outcome.ended_at) == (1, 0, 50.25)
 
 
 @pytest.mark.parametrize(("failover", "pauses"), [("resume", [1.546, 2.567]), ("restart", [6.0, 4.5])])

@@ -9,6 +9,7 @@ from heapq import nlargest, nsmallest
 
 from services.scheduler.domain.effects import SendExpectation
 from services.scheduler.domain.prewarm.prefetch import HORIZON_S, likelihood
+from services.scheduler.domain.state.cluster import ClusterState
 from services.scheduler.domain.state.transaction import Transaction
 from services.scheduler.domain.state.volatile import ExpectationSent
 from shared.contracts.loader import EXPECT_EVERY_S, ExpectedModel, ExpectModels
@@ -24,15 +25,25 @@ def send_expectations(tx: Transaction) -> None:
 
     The groups are few, and few of them are sent at once: a timer examines a share of the nodes.
     """
-    sent = {g: s.sent_at if (s := tx.state.expectations.get(g)) is not None else float("-inf") for g in tx.state.expecting}
-    due = (g for g in sent if tx.now - sent[g] >= EXPECT_EVERY_S)
+    due = _list_due(tx.state, tx.now)
     models: tuple[ExpectedModel, ...] | None = None
-    for group in nsmallest(MOST_GROUPS, due, key=sent.__getitem__):
+    for group in nsmallest(MOST_GROUPS, due, key=due.__getitem__):
         models = models if models is not None else expected_models(tx)
         for node in tx.state.expecting[group]:
             if not tx.state.loaders[node].status.stopping and tx.state.is_loader_alive(node, tx.now, tx.policy.node_lost_after_s):
                 tx.emit(SendExpectation(node, ExpectModels(token=tx.next_token(), horizon_s=HORIZON_S, models=models)))
         tx.put(ExpectationSent(group, tx.now))
+
+
+def are_expectations_due(state: ClusterState, now: float) -> bool:
+    """True if a tick sends them now."""
+    return bool(_list_due(state, now))
+
+
+def _list_due(state: ClusterState, now: float) -> dict[str, float]:
+    """Return the groups of loaders for which the latest ones are too old, with their times."""
+    sent = {g: s.sent_at if (s := state.expectations.get(g)) is not None else float("-inf") for g in state.expecting}
+    return {g: at for g, at in sent.items() if now - at >= EXPECT_EVERY_S}
 
 
 def expected_models(tx: Transaction) -> tuple[ExpectedModel, ...]:

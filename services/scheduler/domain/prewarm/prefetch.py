@@ -23,11 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from math import exp
+from math import exp, inf
 
 from services.scheduler.domain.cost.formulas import reuse_odds
 from services.scheduler.domain.effects import SendCancelPrefetch, SendPrefetch
 from services.scheduler.domain.placement.constraints import placement_rule
+from services.scheduler.domain.policy import Policy
 from services.scheduler.domain.prewarm.parking import requests_have_priority
 from services.scheduler.domain.state.booking import Booking
 from services.scheduler.domain.state.cluster import ClusterState
@@ -66,11 +67,20 @@ def likelihood(usage: UsageHistory | None, now: float, horizon: float = HORIZON_
 
 
 def _estimate_periodic(usage: UsageHistory, now: float, horizon: float) -> float:
+    begin, end = _find_period(usage, horizon)
+    return 0.9 if begin <= now <= end else 0.0
+
+
+def _find_period(usage: UsageHistory, horizon: float) -> tuple[float, float]:
+    """Return the times between which the next request of nearly constant intervals is due soon.
+
+    Without such intervals there are none: the first time is infinite.
+    """
     if usage.count <= TWICE or usage.deviation_s > REGULAR * usage.mean_interval_s:
-        return 0.0
+        return inf, -inf
     due = usage.last_used_at + usage.mean_interval_s
     slack = max(2 * usage.deviation_s, 0.05 * usage.mean_interval_s)
-    return 0.9 if due - horizon <= now <= due + slack else 0.0
+    return due - horizon, due + slack
 
 
 def start_prefetches(tx: Transaction) -> None:
@@ -89,6 +99,26 @@ def start_prefetches(tx: Transaction) -> None:
         if (found := _place(tx, model, chance, busy)) is not None:
             _begin(tx, model, *found)
             busy.add(found[0])
+
+
+def next_prefetch_at(state: ClusterState, now: float, policy: Policy) -> float:
+    """Return the earliest time at which time alone may start a prefetch; infinite: never.
+
+    A model that is not likely now becomes likely by time alone only if its next request is due.
+    """
+    if not policy.prefetch:
+        return inf
+    soonest = inf
+    for name, usage in state.usage_history.items():
+        model = state.models.get(name)
+        if model is None or not _is_wanted(state, model):
+            continue
+        if likelihood(usage, now) >= LIKELY:
+            return now
+        begin, _ = _find_period(usage, HORIZON_S)
+        if begin > now:
+            soonest = min(soonest, begin)
+    return soonest
 
 
 def _list_turn(tx: Transaction) -> Iterable[str]:

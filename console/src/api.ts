@@ -37,23 +37,30 @@ async function decode(response: Response): Promise<any> {
   return body;
 }
 
-/** Report a refusal before it is thrown. `session` does not: its caller is who asks again. */
-async function decodeReporting(response: Response): Promise<any> {
+/** Report a refusal. `session` does not: its caller is who asks again. */
+function report(response: Response): Response {
   if (response.status === 401) window.dispatchEvent(new Event(REFUSED));
-  return decode(response);
+  return response;
+}
+
+async function send(path: string, body?: unknown, method = "POST", signal?: AbortSignal): Promise<Response> {
+  const content = body === undefined ? undefined : JSON.stringify(body);
+  return report(await fetch(`/ui${path}`, { method, headers: CHANGE, body: content, signal }));
 }
 
 export async function get(path: string): Promise<any> {
-  return decodeReporting(await fetch(`/ui${path}`));
+  return decode(report(await fetch(`/ui${path}`)));
 }
 
 export async function post(path: string, body?: unknown): Promise<any> {
-  return decodeReporting(await send(path, body));
+  return decode(await send(path, body));
 }
 
-export function send(path: string, body?: unknown, signal?: AbortSignal, method = "POST"): Promise<Response> {
-  const content = body === undefined ? undefined : JSON.stringify(body);
-  return fetch(`/ui${path}`, { method, headers: CHANGE, body: content, signal });
+/** A response that the caller reads as it arrives. An error of the gateway is thrown. */
+export async function stream(path: string, body: unknown, signal: AbortSignal): Promise<Response> {
+  const response = await send(path, body, "POST", signal);
+  if (!response.ok) await decode(response);
+  return response;
 }
 
 /** Without it the page shows nothing: unlike others, this request has a time limit. */
@@ -71,7 +78,7 @@ export async function session(): Promise<Session> {
 
 export const admin = (path: string): Promise<any> => get(`/api/admin/v1/${path}`);
 export const change = (path: string, body?: unknown): Promise<any> => post(`/api/admin/v1/${path}`, body);
-export const patch = async (path: string, body: unknown): Promise<any> => decode(await send(`/api/admin/v1/${path}`, body, undefined, "PATCH"));
-export const remove = async (path: string): Promise<any> => decode(await send(`/api/admin/v1/${path}`, undefined, undefined, "DELETE"));
+export const patch = async (path: string, body: unknown): Promise<any> => decode(await send(`/api/admin/v1/${path}`, body, "PATCH"));
+export const remove = async (path: string): Promise<any> => decode(await send(`/api/admin/v1/${path}`, undefined, "DELETE"));
 /** Names of models may contain slashes, which stay separators of the path. */
 export const inPath = (name: string): string => name.split("/").map(encodeURIComponent).join("/");

@@ -60,10 +60,10 @@ export function Bars({ data, hours, names, label }: { data: number[][]; hours: n
     const axis = { stroke: colour("--text"), grid: { stroke: colour("--line") }, ticks: { stroke: colour("--line") } };
     const colours = [colour("--weights"), colour("--kv")];
     const last = Math.floor(Date.now() / 1000 / HOUR_S) * HOUR_S;
-    // The ledger sums the present hour and as many before it as the span has. Bars are centred on the begin of their hour.
-    const range: [number, number] = [last - (hours + 0.5) * HOUR_S, last + 0.5 * HOUR_S];
+    // The present hour is the last of the span. Bars are centred on the begin of their hour.
+    const range: [number, number] = [last - (hours - 0.5) * HOUR_S, last + 0.5 * HOUR_S];
     // An hour has its share of the chart's width, also if no other hour has a bar.
-    const width = Math.max(1, Math.min(20, (0.4 * element.clientWidth) / (hours + 1)));
+    const width = Math.max(1, Math.min(20, (0.4 * element.clientWidth) / hours));
     const bars = [-1, 1].map((align) => uPlot.paths.bars!({ size: [0.4, width], align: align as -1 | 1 }));
     const options: uPlot.Options = {
       width: element.clientWidth,

@@ -1,7 +1,7 @@
 // A conversation with one model: the stream of its answers, and how long they took.
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { send } from "./api";
+import { stream } from "./api";
 
 export interface Turn {
   role: "user" | "assistant";
@@ -45,6 +45,11 @@ async function* lines(body: ReadableStream<BufferSource>): AsyncGenerator<string
   }
 }
 
+/** The messages to send. A question without an answer is left out: chat templates may refuse two questions in a row. */
+export function messagesOf(turns: Turn[]): Turn[] {
+  return turns.filter((turn, i) => turn.content && (turn.role === "assistant" || turns[i + 1]?.content !== ""));
+}
+
 /** Tokens per second after the first one; null before an answer of two tokens has ended. */
 export function tokensPerSecond(answer: Answer): number | null {
   const { completionTokens, firstTokenAt, lastTokenAt } = answer;
@@ -81,15 +86,17 @@ export function useChat(): Chat {
     setTurns([...asked, { role: "assistant", content: "" }]);
     setAnswer({ note: "sent", sentAt: performance.now(), firstTokenAt: null, lastTokenAt: null, completionTokens: null, requestId: "", planBefore });
     try {
-      const messages = asked.filter((turn) => turn.content);
+      const messages = messagesOf(asked);
       const body = { model, messages, max_tokens: maxTokens, stream: true, stream_options: { include_usage: true } };
-      const response = await send("/api/v1/chat/completions", body, abort.current.signal);
-      if (!response.ok || !response.body) throw new Error((await response.json())?.error?.message ?? `Status ${response.status}`);
+      const response = await stream("/api/v1/chat/completions", body, abort.current.signal);
       update({ requestId: response.headers.get("x-request-id") ?? "" });
+      let ended = false;
       for await (const line of lines(response.body as ReadableStream<BufferSource>)) {
         if (line.startsWith(":")) update({ note: line.slice(1).trim() });
-        else if (line.startsWith("data: ") && line !== "data: [DONE]") receive(JSON.parse(line.slice(6)));
+        else if (line === "data: [DONE]") ended = true;
+        else if (line.startsWith("data: ")) receive(JSON.parse(line.slice(6)));
       }
+      if (!ended) throw new Error("The connection to the gateway ended in the middle of the answer.");
       update({ note: "done" });
     } catch (error) {
       const stopped = error instanceof DOMException && error.name === "AbortError";

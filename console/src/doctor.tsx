@@ -29,7 +29,7 @@ export function DoctorPage() {
   const [findings, setFindings] = useState<Finding[] | null>(null);
   const [at, setAt] = useState(0);
   const [failure, setFailure] = useState("");
-  const { shown, field } = useFilter(findings ?? [], (f) => `${NAMES[f.level]} ${f.subject} ${f.text}`);
+  const { shown, field, more } = useFilter(findings ?? [], (f) => `${NAMES[f.level]} ${f.subject} ${f.text}`);
   const check = async () => {
     const found: { findings: Finding[] } = await admin("doctor");
     setFindings([...found.findings].sort((a, b) => SEVERITY[a.level] - SEVERITY[b.level]));
@@ -42,7 +42,7 @@ export function DoctorPage() {
       <h1>Doctor</h1>
       <Alert text={failure} />
       <p class="row">
-        <span role="status">{findings ? `${summary(findings)}, checked at ${clock(at)}.` : "Checking …"}</span>
+        <span role="status">{findings ? `${summary(findings)}, checked at ${clock(at)}.` : failure ? "" : "Checking …"}</span>
         <Action label="Check again" run={check} />
       </p>
       {field("Find a finding")}
@@ -69,6 +69,7 @@ export function DoctorPage() {
           </table>
         </div>
       )}
+      {more("findings")}
       <p class="quiet">
         These checks need no access to a machine. <code>thaw doctor</code> on a node's machine also checks its disk, memory, swap, GPUs, ports and servers.
       </p>

@@ -1,7 +1,7 @@
 // API keys with their limits: add, rotate, revoke, and who changed them.
 
 import { useEffect, useState } from "preact/hooks";
-import { admin, change, ApiError } from "./api";
+import { admin, change, remove } from "./api";
 import { Action, Alert, Badge } from "./parts";
 
 interface Key {
@@ -67,8 +67,7 @@ export function KeysPage({ mayChange }: { mayChange: boolean }) {
   };
   const revoke = async (name: string) => {
     if (!window.confirm(`Revoke the key ${name}? Its requests end at once.`)) return;
-    const response = await fetch(`/ui/api/admin/v1/keys/${encodeURIComponent(name)}`, { method: "DELETE", headers: { "x-thaw-console": "1" } });
-    if (!response.ok) throw new ApiError((await response.json())?.error?.message ?? `Status ${response.status}`, response.status);
+    await remove(`keys/${encodeURIComponent(name)}`);
     await refresh();
   };
 

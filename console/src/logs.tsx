@@ -52,14 +52,18 @@ export function LogsPage({ live, node: wanted, name }: { live: Live; node?: stri
   const [logs, setLogs] = useState<LogFile[]>([]);
   const [about, setAbout] = useState("");
   const [failure, setFailure] = useState("");
+  const asked = useRef(0);
   const list = () => {
+    const mine = ++asked.current;
     if (!node) return;
     admin(`nodes/${encodeURIComponent(node)}/logs`).then(
       (found: { logs: LogFile[] }) => {
+        if (mine !== asked.current) return; // another node was chosen meanwhile
         setLogs(found.logs);
         setFailure("");
       },
       (error: Error) => {
+        if (mine !== asked.current) return;
         setLogs([]);
         setFailure(error.message);
       },
@@ -109,8 +113,9 @@ function Log({ node, name }: { node: string; name: string }) {
   const box = useRef<HTMLPreElement>(null);
   const position = useRef<number | null>(null);
 
-  const read = async (after: number | null) => {
+  const read = async (after: number | null, isCurrent: () => boolean) => {
     const part: Part = await admin(`${path(node, name)}?lines=${after === null ? count : 2000}${after === null ? "" : `&after=${after}`}`);
+    if (!isCurrent()) return;
     position.current = part.position;
     setSkipped((before) => part.skipped || (after !== null && before));
     // A log that was rotated begins again: its lines follow those that are shown.
@@ -124,7 +129,7 @@ function Log({ node, name }: { node: string; name: string }) {
     let ended = false;
     const poll = async (after: number | null) => {
       try {
-        if (!document.hidden || after === null) await read(after);
+        if (!document.hidden || after === null) await read(after, () => !ended);
       } catch (error) {
         if (!ended) setFailure(error instanceof Error ? error.message : String(error));
       }

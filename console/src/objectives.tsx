@@ -58,7 +58,7 @@ async function readCosts(name: string): Promise<Costs | null> {
       { label: "computing", colour: "--process", values: sums("compute") },
       { label: "cold starts", colour: "--kv", values: sums("cold_starts") },
       { label: "clearing", colour: "--executor", values: sums("clearing") },
-      { label: "memory", colour: "--parked", values: sums("memory") },
+      { label: "memory", colour: "--parked", values: sums("memory", "cache") },
     ],
   };
 }

@@ -1,8 +1,8 @@
 // A chat with one model, or with two side by side: streamed, with the phase and estimate while they wake.
 
 import { useEffect, useState } from "preact/hooks";
-import { get } from "./api";
-import { tokensPerSecond, useChat, type Answer, type Chat, type Turn } from "./chat";
+import { ApiError, get } from "./api";
+import { messagesOf, tokensPerSecond, useChat, type Answer, type Chat, type Turn } from "./chat";
 import { asCurl, asPython } from "./code";
 import { duration } from "./format";
 import type { Live } from "./live";
@@ -21,16 +21,28 @@ export function PlaygroundPage({ live, mayAsk }: { live: Live | null; mayAsk: bo
   const second = useChat();
   const busy = first.busy || second.busy;
 
+  // Models that are registered or removed while the page is open.
+  const registered = Object.keys(live?.models ?? {}).sort().join("\n");
   useEffect(() => {
-    get("/api/v1/models").then(
-      (page: { data: { id: string; task: string }[] }) => {
-        const chats = page.data.filter((m) => m.task !== "embed").map((m) => m.id).sort();
-        setNames(chats);
-        setModel((before) => before || chats[0] || "");
-      },
-      (error: Error) => setFailure(`${error.message} Log out, and log in with an inference key to use the playground.`),
-    );
-  }, []);
+    let current = true;
+    const show = (page: { data: { id: string; task: string }[] }) => {
+      if (!current) return;
+      const chats = page.data.filter((m) => m.task !== "embed").map((m) => m.id).sort();
+      setNames(chats);
+      setModel((before) => (chats.includes(before) ? before : chats[0] ?? ""));
+      setOther((before) => (chats.includes(before) ? before : ""));
+      setFailure("");
+    };
+    const fail = (error: Error) => {
+      if (!current) return;
+      const isRefused = error instanceof ApiError && (error.status === 401 || error.status === 403);
+      setFailure(`${error.message}${isRefused ? " Log out, and log in with an inference key to use the playground." : ""}`);
+    };
+    get("/api/v1/models").then(show, fail);
+    return () => {
+      current = false;
+    };
+  }, [registered]);
 
   const columns: [string, Chat][] = other ? [[model, first], [other, second]] : [[model, first]];
   const submit = (event: Event) => {
@@ -137,8 +149,9 @@ function Progress({ model, answer, busy, live }: { model: string; answer: Answer
 }
 
 function Code({ model, turns, text, maxTokens }: { model: string; turns: Turn[]; text: string; maxTokens: number }) {
-  const asked: Turn[] = text ? [...turns, { role: "user", content: text }] : turns;
-  const body = { model, messages: asked.filter((turn) => turn.content), max_tokens: maxTokens, stream: true };
+  const sent = turns[turns.length - 1]?.content === "" ? turns.slice(0, -1) : turns; // the answer has not begun
+  const asked: Turn[] = text ? [...turns, { role: "user", content: text }] : sent;
+  const body = { model, messages: messagesOf(asked), max_tokens: maxTokens, stream: true };
   const origin = window.location.origin;
   return (
     <>

@@ -18,7 +18,7 @@ export function RequestsPage({ live }: { live: Live }) {
     [live.requests],
   );
   const records = useMemo(() => requests.map(([, r]) => r), [requests]);
-  const { shown, field } = useFilter(requests, ([id, r]) => `${id} ${r.model} ${r.status} ${r.cold ? "cold" : "warm"} ${r.endpoint}`);
+  const { shown, field, more } = useFilter(requests, ([id, r]) => `${id} ${r.model} ${r.status} ${r.cold ? "cold" : "warm"} ${r.endpoint}`);
   return (
     <>
       <h1>Requests</h1>
@@ -56,6 +56,7 @@ export function RequestsPage({ live }: { live: Live }) {
           </tbody>
         </table>
       </div>
+      {more("requests")}
     </>
   );
 }
@@ -202,7 +203,14 @@ export function ExplainPage({ about }: { about: string }) {
   useEffect(() => {
     setPlan(null);
     setFailure("");
-    admin(`explain?about=${encodeURIComponent(about)}`).then(setPlan, (error: Error) => setFailure(error.message));
+    let current = true;
+    admin(`explain?about=${encodeURIComponent(about)}`).then(
+      (found: PlanExplained) => current && setPlan(found),
+      (error: Error) => current && setFailure(error.message),
+    );
+    return () => {
+      current = false;
+    };
   }, [about]);
   return (
     <>

@@ -1,7 +1,7 @@
 // The last hour again, under another policy or with one node less: what `thaw simulate --from-mesh` computes.
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { admin, ApiError, send } from "./api";
+import { admin, stream } from "./api";
 import { duration } from "./format";
 import { Alert } from "./parts";
 
@@ -82,8 +82,7 @@ export function SimulatePage({ mayChange }: { mayChange: boolean }) {
     setProgress({ done: 0, of: 0 });
     try {
       const policies = other ? [present, other] : [present];
-      const response = await send(`/api/admin/v1/${PATH}`, { policies, without: without || null, last_s: seconds }, mine.signal);
-      if (!response.ok) throw new ApiError((await response.json())?.error?.message ?? `Status ${response.status}`, response.status);
+      const response = await stream(`/api/admin/v1/${PATH}`, { policies, without: without || null, last_s: seconds }, mine.signal);
       let ended = false;
       for await (const [name, data] of events(response)) {
         if (name === "progress") setProgress(data);

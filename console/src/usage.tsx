@@ -51,10 +51,10 @@ export interface Viewed {
   currency: string | null;
 }
 
-/** Sums of the ledger since some hours ago, of all models or of one. */
+/** Sums of the ledger of the present hour and of those before it, `hours` in all, of all models or of one. */
 export function usage(hours: number, by: string, model?: string): Promise<Viewed> {
   const of = model === undefined ? "" : `&model=${encodeURIComponent(model)}`;
-  return admin(`usage?since=${Math.floor(Date.now() / 1000 / HOUR_S) - hours}&by=${by}${of}`);
+  return admin(`usage?since=${Math.floor(Date.now() / 1000 / HOUR_S) - hours + 1}&by=${by}${of}`);
 }
 
 const MEANINGS: Record<string, string> = {
@@ -118,7 +118,7 @@ export function UsagePage() {
       sorted.map((r) => r.counts.completion_tokens),
     ];
   }, [byHour]);
-  const { shown, field } = useFilter(rows ?? [], (r) => `${r.key} ${r.model}`);
+  const { shown, field, more } = useFilter(rows ?? [], (r) => `${r.key} ${r.model}`);
   const count = (value: number) => value.toLocaleString();
   const total = (rows ?? []).reduce((sum, r) => sum + Number(r.cost?.total ?? 0), 0);
   const titles = ["Key", "Model", "Requests", "Failed", "Prompt tokens", "Cached", "Completion tokens", "Cold starts", "Cold start s", "Victims", "Clearing s", "GiB h held", "GiB h parked", "GiB h cached"];
@@ -188,13 +188,14 @@ export function UsagePage() {
           </tbody>
         </table>
       </div>
+      {more("rows")}
     </>
   );
 }
 
 /** The budgets of all keys, with what of each is spent. */
 function Budgets({ budgets }: { budgets: Budget[] }) {
-  const { shown, field } = useFilter(budgets, (b) => b.key, 20);
+  const { shown, field, more } = useFilter(budgets, (b) => b.key, 20);
   return (
     <section class="card" aria-label="Budgets of keys">
       <h2>Budgets of keys</h2>
@@ -221,6 +222,7 @@ function Budgets({ budgets }: { budgets: Budget[] }) {
           </tbody>
         </table>
       </div>
+      {more("budgets")}
     </section>
   );
 }

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import openai
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from services.gateway.authorization import hash_key
 from shared.contracts.latencies import BINS_PER_DOUBLING
@@ -73,7 +74,7 @@ def page(browser: Browser, mesh: Thaw, spent: dict[str, Any]) -> Iterator[Page]:
 
 @dataclass(frozen=True)
 class Used:
-    """What the ledger has of the key."""
+    """Usage of the key in the ledger."""
 
     tokens: int
     device_s: float
@@ -139,6 +140,30 @@ def test_usage_shows_costs_of_the_ledger_and_budgets_with_what_is_spent(
     share = by_money.get_by_role("meter", name="spender, money of a month")
     assert float(share.get_attribute("value") or 0) in [pytest.approx(float(month.money)) for month in months]
     assert serious_findings(page) == []
+
+
+def test_costs_of_24_hours_are_those_of_the_present_hour_and_23_before_it(page: Page) -> None:
+    def cost_the_first_hour(route: Route) -> None:
+        """Answer with the first hour that is asked for as the model's cost."""
+        query = parse_qs(urlsplit(route.request.url).query)
+        response = route.fetch()
+        viewed = response.json()
+        for row in viewed["rows"]:
+            is_counted = row["model"] == "one" and (query["by"] == ["model"] or row["key"] == "spender")
+            row["cost"]["total"] = query["since"][0] if is_counted else "0"
+        route.fulfill(response=response, json=viewed)
+
+    page.route("**/admin/v1/usage?*", cost_the_first_hour)
+    hours = [int(time.time() // 3600)]
+    page.get_by_role("link", name="Models").click()
+    row = page.get_by_role("row").filter(has=page.get_by_role("button", name="one", exact=True))
+    shown = [row.locator("td").filter(has_text="EUR").inner_text()]
+    page.get_by_role("link", name="Usage").click()
+    shown.append(page.get_by_text("Cost at the present prices:").locator("b").inner_text())
+    hours.append(int(time.time() // 3600))
+    firsts = [amount(text) + 23 for text in shown]
+    assert set(firsts) <= set(range(hours[0], hours[1] + 1)), shown
+    page.unroute_all(behavior="wait")
 
 
 def test_models_show_their_cost_and_their_settings_as_yaml(

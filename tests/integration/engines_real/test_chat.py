@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from services.enginehost.http1 import Address, Client, HttpRequest, call
 from services.enginehost.settings import HostSettings
 from shared.contracts import subjects
 from shared.contracts.engine import EngineProbed, ProbeEngine
-from shared.contracts.inference import CancelInfer, InferData
+from shared.contracts.inference import InferData, InferEnd
+from shared.contracts.migration import ListRequests, RequestsListed
 from shared.messaging import Mesh
 from tests.integration.engines_real.conftest import PATIENCE_S, RealEngine, listening
+from tests.support.engines import Stream
 from tests.support.hosted import Hosts, hosted_card
+from tests.support.mesh import Brake
 from tests.support.servers import NatsServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S)]
@@ -110,11 +114,7 @@ async def test_a_cancelled_request_stops_the_engine(mesh: Mesh, nats_server: Nat
     assert whole.usage.completion_tokens == LONG
     cost = _cpu(pid) - idle
     generated = await _generated(hosts, real) if real.engine == "vllm" else 0
-    stream = await hosts.ask(real.instance, "chat", messages=HELLO, max_tokens=LONG, temperature=0, stream=True, **ENDLESS)
-    await stream.until(lambda r: any(isinstance(x, InferData) for x in r))
-    cancel = CancelInfer(request_id=stream.request_id)
-    await mesh.nc.publish(subjects.engine_control(real.instance), cancel.model_dump_json().encode())
-    at_cancel = _cpu(pid)
+    stream, at_cancel = await _cancelled(hosts, real, pid)
     # The next request is served after it: an engine that had continued would have computed all of
     # it by then.
     short = await hosts.request(real.instance, "chat", messages=HELLO, max_tokens=2, temperature=0)
@@ -122,7 +122,36 @@ async def test_a_cancelled_request_stops_the_engine(mesh: Mesh, nats_server: Nat
     if real.engine == "vllm":
         await hosts.eventually(lambda: _running(hosts, real), lambda n: n == 0)
         assert await _generated(hosts, real) - generated < LONG
+    assert not any(isinstance(reply, InferEnd) for reply in stream.replies)
     assert _cpu(pid) - at_cancel < 0.5 * cost
+
+
+async def _cancelled(hosts: Hosts, real: RealEngine, pid: int) -> tuple[Stream, float]:
+    """Cancel a stream after its first data, before the engine can generate much more.
+
+    The engine's process runs in short slices until then, so that it cannot end the response first.
+
+    Returns:
+        The stream, and the CPU seconds of the engine's process when its host had cancelled it.
+    """
+    brake = Brake(pid)
+    try:
+        asked: dict[str, Any] = {"messages": HELLO, "max_tokens": LONG, "temperature": 0, **ENDLESS}
+        stream = await hosts.ask(real.instance, "chat", **asked, stream=True)
+        while not any(isinstance(reply, InferData) for reply in stream.replies):
+            brake.step(0.005)
+            await asyncio.sleep(0.02)  # its data pass the host and NATS
+        await hosts.cancel(real.instance, stream.request_id)
+        control = subjects.engine_control(real.instance)
+        await hosts.eventually(lambda: _list_requests(hosts, control), lambda ids: stream.request_id not in ids)
+        return stream, _cpu(pid)
+    finally:
+        brake.resume()
+
+
+async def _list_requests(hosts: Hosts, control: str) -> set[str]:
+    """Return the ids of the requests that a host serves."""
+    return {r.request_id for r in (await hosts.mesh.request(control, ListRequests(), RequestsListed)).requests}
 
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "logit_bias": {"2": -100}}

@@ -35,7 +35,7 @@ _MAX_UNREPORTED_BYTES = 64 << 20
 _ROTATE_BYTES = 4 << 20
 _ROTATE_S = 3_600.0
 _REOPEN_S = 60.0
-"""A spool in memory is replaced by a file after so long, if one can be made."""
+"""A spool in memory is replaced by a file as soon as one can be made; tried so often."""
 _SUMMED_AT_ONCE = 256
 """Records: so many at once take less time than one by one."""
 OPEN_INTERVAL_S = 0.5
@@ -78,6 +78,7 @@ class UsageMeter:
         self._adopted: list[UsageSpool] = []
         self._number = 0
         self._opened_at = 0.0
+        self._tried_at = 0.0
         self._has_records = asyncio.Event()
         self._unsettled: set[str] = set()
         self._open_us: dict[str, int] = {}
@@ -96,7 +97,7 @@ class UsageMeter:
             self._own = self._open_in_memory(name, e)
             if self._own is None:
                 return
-        self._opened_at = time.monotonic()
+        self._opened_at = self._tried_at = time.monotonic()
         spools = {spool: _read_whole(spool) for spool in (self._own, *self._adopted)}
         for spool, data in spools.items():
             self._append_lost(spool, data)
@@ -283,24 +284,26 @@ class UsageMeter:
     def _rotate(self, spool: UsageSpool) -> None:
         """Begin a new spool if the present one is large or old, and the ledger has all of it.
 
-        The ledger forgets spools that are silent for weeks.
+        The ledger forgets spools that are silent for weeks. Until then it has a row for each.
         """
-        limit_s = _REOPEN_S if spool.is_in_memory else _ROTATE_S
-        is_due = spool.size > _ROTATE_BYTES or time.monotonic() - self._opened_at > limit_s
+        now = time.monotonic()
+        is_used_up = spool.size > _ROTATE_BYTES or now - self._opened_at > _ROTATE_S
+        is_due = is_used_up or (spool.is_in_memory and now - self._tried_at > _REOPEN_S)
         if not spool.size or not is_due or spool.unreported or self._followed:
             return
+        self._tried_at = now
         self._number += 1
         name = f"{self._id}-{self._number}"
         fresh: UsageSpool | None = None
         try:
             fresh = open_own_spool(self._directory, name)
         except OSError as e:
-            if spool.is_in_memory:
-                fresh = self._open_in_memory(name, e)
-            else:
+            if not spool.is_in_memory:
                 log.warning("failed to begin a new usage spool", extra={"error": str(e)})
+            elif is_used_up:
+                fresh = self._open_in_memory(name, e)
         if fresh is not None:
-            self._own, self._opened_at = fresh, time.monotonic()
+            self._own, self._opened_at = fresh, now
             self._recent = RecentUsage(fresh.size)
             self._open_us.clear()  # open requests are written again
             spool.remove()

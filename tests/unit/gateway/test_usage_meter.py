@@ -310,6 +310,7 @@ async def test_without_a_directory_of_its_own_a_gateway_reports_from_memory(
         mesh.outcomes = ["lost", "reply lost"]
         assert [await meter.flush() for _ in range(3)] == [False, False, True]
     assert (mesh.ledger.requests, meter.dropped, list(directory.iterdir())) == (2, 0, [])
+    assert list(mesh.ledger.positions) == ["own-0"]  # not one for each attempt to make a file
     directory.chmod(0o700)
     for _ in range(2):  # the second in a file
         meter.record(RECORD)

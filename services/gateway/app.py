@@ -26,6 +26,7 @@ from services.gateway.adapters.catalog_watcher import CatalogWatcher
 from services.gateway.adapters.garbage_collector import collect_when_idle, start_collecting_rarely
 from services.gateway.adapters.rate_limiter import LEASE_LIMITS
 from services.gateway.authorization import is_exposed
+from services.gateway.domain.client_address import trusted_peers
 from services.gateway.domain.request_limits import RequestLimits
 from services.gateway.handlers.find_request import subscribe_find_request
 from services.gateway.handlers.move_request import MoveRequestHandler
@@ -264,7 +265,7 @@ async def _serve(gateway: Gateway, listener: socket.socket, stop: asyncio.Event)
         server_header=False,
         # Its default believes the X-Forwarded-For of every program on this machine.
         proxy_headers=bool(settings.trusted_proxies),
-        forwarded_allow_ips=settings.trusted_proxies,
+        forwarded_allow_ips=trusted_peers(settings.trusted_proxies),
         timeout_keep_alive=settings.idle_timeout,
         timeout_graceful_shutdown=int(settings.drain_timeout + _FLUSH_TIMEOUT_S) + 1,
         ssl_certfile=settings.tls_certificate,

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 _IPV6_NETWORK_BITS = 64
 """The smallest network that an IPv6 client usually has: it can use every address in it."""
+_MAPPED_BITS = 96
 
 
 @lru_cache(4096)
@@ -24,3 +25,17 @@ def client_of_address(address: str) -> str:
     if parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)
     return str(ipaddress.ip_network((parsed, _IPV6_NETWORK_BITS), strict=False))
+
+
+def trusted_peers(networks: str) -> str:
+    """Add the IPv4-mapped form of each IPv4 network, as a socket for both IP versions has it.
+
+    Args:
+        networks: Comma-separated.
+    """
+    found = []
+    for network in map(ipaddress.ip_network, filter(None, networks.split(","))):
+        found.append(str(network))
+        if isinstance(network, ipaddress.IPv4Network):
+            found.append(f"::ffff:{network.network_address}/{_MAPPED_BITS + network.prefixlen}")
+    return ",".join(found)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any, cast
 
-from services.gateway.domain.client_address import client_of_address
+import pytest
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from services.gateway.domain.client_address import client_of_address, trusted_peers
 from services.gateway.domain.login_limit import IN_ALL, PER_CLIENT, WINDOW_S, LoginLimit
 
 
@@ -52,3 +55,26 @@ def test_addresses_of_one_network_fail_together() -> None:
 )
 def test_addresses_of_one_client(one: str, other: str, is_same: bool) -> None:
     assert (client_of_address(one) == client_of_address(other)) == is_same
+
+
+@pytest.mark.parametrize(
+    ("peer", "client"),
+    [
+        ("10.1.2.3", "203.0.113.7"),
+        ("::ffff:10.1.2.3", "203.0.113.7"),
+        ("::ffff:11.1.2.3", "::ffff:11.1.2.3"),
+        ("fd00::1", "203.0.113.7"),
+        ("fd00::2", "fd00::2"),
+    ],
+)
+async def test_a_proxy_is_trusted_in_both_forms_of_its_address(peer: str, client: str) -> None:
+    clients: list[str] = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        clients.append(scope["client"][0])
+
+    headers = [(b"x-forwarded-for", b"198.51.100.1, 203.0.113.7")]
+    proxied = ProxyHeadersMiddleware(note, trusted_peers("10.0.0.0/8,fd00::1/128"))
+    await proxied(cast(Any, {"type": "http", "client": (peer, 1), "headers": headers}), cast(Any, None), cast(Any, None))
+    assert clients == [client]
+    assert trusted_peers("") == ""

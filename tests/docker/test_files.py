@@ -20,6 +20,7 @@ from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import APIError
 
+from services.loader.adapters.runs import LOADS_AT_ONCE
 from shared.contracts import subjects
 from shared.messaging.mesh import flush
 from shared.messaging.streams import catalog_bucket, ensure_keyed_stream, ensure_trace_stream, idempotency_bucket, keys_bucket
@@ -81,6 +82,8 @@ def test_every_service_is_hardened_and_limited(document: dict[str, Any]) -> None
         assert 0 < service["pids_limit"] <= 4000, name
         assert service["mem_limit"], name
         assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
+    for name in ("loader", "loader-gpu"):
+        assert document["services"][name]["pids_limit"] >= 2 * LOADS_AT_ONCE + 100, "two threads for each load"
 
 
 def test_ports_are_published_on_loopback_each_by_its_own_variable(document: dict[str, Any]) -> None:

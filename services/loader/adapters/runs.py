@@ -28,7 +28,7 @@ from weights.transfer.link_queue import Order
 from weights.transfer.links import Links
 
 log = logging.getLogger(__name__)
-_AT_ONCE = 256
+LOADS_AT_ONCE = 256
 """Loads at once. Most of them wait: for their source, for memory, or for a link, whose threads read
 for all.
 """
@@ -66,7 +66,7 @@ class Runs:
         self.read_bytes = 0
         """Bytes that ended runs have read from disks and remote sources."""
         self._speeds: list[tuple[int, float]] = []
-        self._loads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="load")
+        self._loads = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="load")
 
     @property
     def bytes_per_second(self) -> float | None:

@@ -117,7 +117,10 @@ async def keys_bucket(js: JetStreamContext, replicas: int = 1) -> KeyValue:
 
 
 async def console_bucket(js: JetStreamContext, replicas: int = 1) -> KeyValue:
-    """Open the bucket of the secret that signs the console's sessions, created if missing."""
+    """Open the bucket of the console's sessions, created if missing.
+
+    It has the secret that signs them, and those that a logout has ended, until they expire.
+    """
     return await _bucket(js, subjects.CONSOLE_BUCKET, replicas, owner=False)
 
 

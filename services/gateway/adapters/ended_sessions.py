@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 RECHECK_S = 2.0
 """A session that had not ended is looked up again after so long."""
 _MAX_SEEN = 4096
-_TIMEOUT_S = 1
+_LOOKUP_TIMEOUT_S = 1
+"""Every request of the console waits for it, also if NATS is away."""
+_END_TIMEOUT_S = 5
 _FULL = "The store of ended sessions is full. Repeat the logout later, or revoke the session's key"
 
 
@@ -50,7 +52,8 @@ class EndedSessions:
         left_s = max(1, math.ceil(session.expires - time.time()))
         try:
             with full_as(_FULL):
-                await (await self._open()).create(_entry(session.nonce), b"1", msg_ttl=left_s)
+                bucket = await console_bucket(self._mesh.nc.jetstream(timeout=_END_TIMEOUT_S), self._mesh.replicas)
+                await bucket.create(_entry(session.nonce), b"1", msg_ttl=left_s)
         except KeyWrongLastSequenceError:
             pass  # it has ended already
         except (NatsError, TimeoutError) as e:
@@ -86,7 +89,7 @@ class EndedSessions:
 
     async def _open(self) -> KeyValue:
         if self._bucket is None:
-            self._bucket = await console_bucket(self._mesh.nc.jetstream(timeout=_TIMEOUT_S), self._mesh.replicas)
+            self._bucket = await console_bucket(self._mesh.nc.jetstream(timeout=_LOOKUP_TIMEOUT_S), self._mesh.replicas)
         return self._bucket
 
 

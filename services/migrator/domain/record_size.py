@@ -14,7 +14,7 @@ def fit_record(record: MigrationRecord, max_bytes: int) -> MigrationRecord | Non
     """Return `record` without the details that do not fit in `max_bytes` of JSON.
 
     1. It fits.
-    2. The oldest rounds are left out, which only people read.
+    2. The oldest rounds are left out: the scheduler learns its times from the others.
     3. Reasons and errors are shortened.
 
     Returns:

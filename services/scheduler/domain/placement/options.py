@@ -287,8 +287,12 @@ def _fit(tx: Transaction, r: PlacementRequest, b: Booking, need: int) -> DeviceF
 
 
 def _describe_stuck(tx: Transaction, b: Booking) -> str:
-    """Name the instances of a device that should have left long ago."""
+    """Name the instances of a device that should have left or ended long ago."""
     stuck = [i.instance_id for i in tx.state.holders_on(b.node, b.device_id) if tx.is_stuck(i.instance_id)]
+    presence = tx.state.presence.get(b.node)
+    if presence is not None and presence.stuck and presence.status is not None:
+        failed = (s for s in presence.status.instances if s.instance_id in presence.stuck)
+        stuck += [s.instance_id for s in failed if b.device_id in s.device_ids]
     return f"; should have ended, but still holds memory: {', '.join(stuck)}" if stuck else ""
 
 
@@ -316,7 +320,7 @@ def _fit_sharing(tx: Transaction, r: PlacementRequest, b: Booking) -> DeviceFit 
         view, clearance = clear_device(tx, r, b, short, failed=failed)
         if isinstance(clearance, str):
             need = needed_bytes(tx.state, b, card, r.need_bytes)
-            return f"needs {gib(need)}, {gib(max(0, b.free_bytes))} free of {gib(b.budget_bytes)}; {clearance}"
+            return f"needs {gib(need)}, {gib(max(0, b.free_bytes))} free of {gib(b.budget_bytes)}; {clearance}{_describe_stuck(tx, b)}"
         more = sum_lacking([*leaving, *clearance.victims])
         if more == 0:
             return DeviceFit(view, clearance, short)

@@ -3,8 +3,8 @@
 1. The model has failed and only `replicas.min` needs it: wait until its back-off is over.
 2. No node is alive: wait. After `no_node_timeout_s` without one, its requests fail (`Unavailable`).
 3. No device of a live node could hold the model even when empty: fail at once
-   (`InsufficientMemory`). If a node could that stops, or has been silent for less than
-   `no_node_timeout_s`, wait for it: it may restart.
+   (`InsufficientMemory`). Wait for a node that could, if it is stopping or has been silent for less
+   than `no_node_timeout_s`: it may restart.
 4. A device has room. A suspended instance of the model is one more option, on its own devices, with
    the memory that it lacks. So is a suspended engine of another model of its template key.
 5. A device has room once the stopping instances are gone: claim it.

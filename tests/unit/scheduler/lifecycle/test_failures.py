@@ -72,6 +72,23 @@ def test_memory_of_a_failed_process_that_does_not_end_is_waited_for_with_a_bound
     assert len(w.starts("a")) == 2
 
 
+def test_model_that_waits_for_a_failed_process_that_does_not_end_names_it(w: World) -> None:
+    w.node("n1", budget=400 * MIB)
+    w.model("a", weights=150 * MIB)
+    w.demand("a")
+    (failed,) = w.starts("a")
+    w.fail("a", EngineFailed("boom").body(), is_ending=True)
+    for _ in range(int(w.policy.stuck_after_s) + 2):
+        w.tick(1)
+        w.demand("a")
+    plan = w.state.last_plan_of("a")
+    assert plan is not None
+    assert plan.way == "wait"
+    assert plan.reason.endswith(f"should have ended, but still holds memory: {failed.command.instance_id}")
+    w.finish_stops()
+    assert len(w.starts("a")) == 2
+
+
 def test_model_is_evicted_for_a_start_that_lacked_shared_memory(w: World) -> None:
     """Its own memory does not help the next start: the host's is used by the other model."""
     w.node("n1", budget=800 * MIB)

@@ -105,6 +105,21 @@ def test_3_requests_fail_if_the_larger_node_stays_away(w: World) -> None:
     assert failed.event.error.code == "insufficient_memory"
 
 
+def test_3_waiting_requests_fail_once_the_larger_node_has_stayed_away(w: World) -> None:
+    w.node("small", budget=200 * MIB)
+    w.node("large")
+    w.model("a")
+    for second in range(31):
+        w.now += 1
+        w.report("small")
+        w.tick(nodes_report=False)
+        if second == 27:
+            w.demand("a")
+            assert not w.sent(PublishLoadFailed)
+    (failed,) = w.sent(PublishLoadFailed)
+    assert failed.event.error.code == "insufficient_memory"
+
+
 def test_3_model_that_can_never_fit_fails_immediately(w: World) -> None:
     w.model("big", weights=2000 * MIB)
     w.node(budget=1000 * MIB)

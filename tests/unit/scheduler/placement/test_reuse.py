@@ -162,6 +162,25 @@ def test_shared_units_of_a_stopping_instance_are_charged_to_the_one_that_stays()
     assert booking_of(w.state, "n", "cpu:0").held_bytes == WEIGHTS + own
 
 
+def test_model_that_waits_for_an_instance_that_does_not_stop_names_it() -> None:
+    w = World()
+    for name in ("base", "other"):
+        w.model(name, weights=WEIGHTS)
+    budget = need_of(w.state.models["base"].card).total + 100 * MIB
+    w.node("n", budget)
+    w.loader("n", [memory(total=budget // MIB)])
+    stopping = w.up("base")
+    w.loader("n", [memory(there("base", 0, unmapped=0, exclusive=1000), mapped=1000, total=budget // MIB)])
+    w.sleep("base")
+    for _ in range(int(w.policy.drain_timeout_s + w.policy.stuck_after_s) + 2):
+        w.tick(1)
+        w.demand("other")
+    plan = w.state.last_plan_of("other")
+    assert plan is not None
+    assert plan.way == "wait"
+    assert plan.reason.endswith(f"should have ended, but still holds memory: {stopping.command.instance_id}")
+
+
 def lending(total: int, *caches: KvOnDevice, mapped: int = 0) -> DeviceMemory:
     lent = sum(k.lent_bytes for k in caches) // MIB
     return memory(mapped=mapped, lent=lent, total=total).model_copy(update={"is_lending": True, "kv": caches})

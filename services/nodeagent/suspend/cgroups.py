@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.nodeagent.suspend import shared_memory
-from services.nodeagent.suspend.container_groups import can_freeze, find_container_group, list_processes
+from services.nodeagent.suspend.container_groups import GONE, can_freeze, find_container_group, list_processes
 from shared.errors import EngineFailed
 from shared.processes import descendants
 
@@ -210,8 +210,11 @@ class Cgroups:
     def thaw(self, instance_id: str) -> None:
         """Thaw the group's processes. No effect if they are not frozen."""
         if self._root is not None and self._freezer is not None:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 self._freezer.set_frozen(self._group(instance_id), False)
+            except OSError as e:
+                if e.errno not in GONE:  # a container engine removes its group as soon as that is empty
+                    raise
 
     def is_frozen(self, instance_id: str) -> bool:
         if self._root is None or self._freezer is None:

@@ -7,6 +7,9 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+GONE = (errno.ENOENT, errno.ENODEV)
+"""Errors of the files of a group that has been removed."""
+
 
 def find_container_group(pids: Collection[int], mount: Path, root: str) -> Path | None:
     """Find the deepest group that has all processes of a container.
@@ -49,7 +52,7 @@ def _read_pids(file: Path) -> Iterator[int]:
     try:
         yield from map(int, file.read_text().split())
     except OSError as e:
-        if e.errno not in (errno.ENOENT, errno.ENODEV):  # the group has been removed
+        if e.errno not in GONE:
             raise
 
 

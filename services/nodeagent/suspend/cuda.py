@@ -252,7 +252,7 @@ class CudaCheckpoint:
                 driver.lock(pid, _LOCK_TIMEOUT_MS)
             for pid in pids:
                 driver.checkpoint(pid)
-            if self._cgroups.available:
+            if self._can_freeze(target):
                 self._cgroups.freeze(target.instance_id)
             left = self._memory_usage.used_bytes(target)
             if used - left < _LEAST_FREED * used:
@@ -262,6 +262,11 @@ class CudaCheckpoint:
         except (EngineFailed, PermissionDenied, OSError) as e:
             self._undo(driver, target, pids)
             raise CannotSuspend(e.message if isinstance(e, EngineFailed | PermissionDenied) else str(e)) from e
+
+    def _can_freeze(self, target: Target) -> bool:
+        """True if there is a group to freeze: a container's may belong to another user."""
+        is_outside = target.in_container and self._cgroups.list_outside(target.instance_id, target.pids)
+        return self._cgroups.available and not is_outside
 
     async def resume(self, target: Target) -> None:
         try:

@@ -122,10 +122,12 @@ class Suspender:
 
     def is_frozen(self, instance: Instance) -> bool:
         """True if a suspended instance's processes are as their suspension left them."""
-        if not self.cgroups.available:  # the driver keeps checkpointed processes until it restores them
-            return instance.suspend_state.outlook.way in IN_HOST_MEMORY
-        if instance.command.card.spec.container is not None:
+        can_freeze = self.cgroups.available
+        if can_freeze and instance.command.card.spec.container is not None:
             self.cgroups.find_container(instance.instance_id, instance.engine_pids)
+            can_freeze = not self.cgroups.list_outside(instance.instance_id, instance.engine_pids)
+        if not can_freeze:  # the driver keeps checkpointed processes until it restores them
+            return instance.suspend_state.outlook.way in IN_HOST_MEMORY
         return self.cgroups.is_frozen(instance.instance_id)
 
     async def assess(self, instance: Instance) -> tuple[Outlook, int]:

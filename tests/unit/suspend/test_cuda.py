@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,21 @@ async def test_all_are_thawed_then_restored_then_unlocked(driver: FakeDriver) ->
 
 async def test_without_a_freezer_processes_are_only_checkpointed(driver: FakeDriver) -> None:
     await way(driver, NO_GROUPS).suspend(target())
+    assert [c for c, _ in driver.calls] == ["lock", "lock", "checkpoint", "checkpoint"]
+
+
+class OfAnotherUser(Frozen):
+    """The group of a container that this process may not freeze."""
+
+    def list_outside(self, instance_id: str, pids: tuple[int, ...]) -> tuple[int, ...]:
+        return pids
+
+
+async def test_container_whose_group_cannot_be_frozen_is_only_checkpointed(driver: FakeDriver) -> None:
+    """A restarted agent has removed the instance's own group, which is empty."""
+    groups = OfAnotherUser(driver)
+    groups.fails = FileNotFoundError(2, "No such file or directory")
+    await way(driver, groups).suspend(replace(target(), in_container=True))
     assert [c for c, _ in driver.calls] == ["lock", "lock", "checkpoint", "checkpoint"]
 
 

@@ -183,6 +183,9 @@ class PartialModel:
         """
         with self._lock:
             self._writes = False
+            with contextlib.suppress(OSError):
+                if self._journal.stale:  # the files are another's by now, such as an entry's
+                    return
             for fd in self._fds.values():
                 with contextlib.suppress(OSError):  # an open file keeps its blocks, and the load may take long
                     os.ftruncate(fd, 0)

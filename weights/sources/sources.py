@@ -254,7 +254,7 @@ class Sources:
             for future in asked:
                 _close_later(future)
             raise
-        wait(asked, None if tier is None else _PEER_S)
+        wait(asked, None if tier is None and not any(map(_has_all_files, asked)) else _PEER_S)
         peers = [p for f in asked if f.done() and (p := f.result()) is not None]
         for future in asked:
             if not future.done():
@@ -363,11 +363,17 @@ def _wait_beside(source: Future[Tier], peers: Sequence[Future[PeerTier | None]])
     pending = set[Future[Any]](peers)
     while pending and not source.done():
         done, pending = wait({source, *pending}, return_when=FIRST_COMPLETED)
-        if any(f.exception() is None and f.result() is not None and f.result().is_whole for f in done - {source}):
+        if any(map(_has_all_files, done - {source})):
             wait([source], _SOURCE_S)
             return source.done()
     wait([source])
     return True
+
+
+def _has_all_files(asked: Future[Any]) -> bool:
+    """True if a peer has answered, and has all files."""
+    peer = asked.result() if asked.done() and asked.exception() is None else None
+    return isinstance(peer, PeerTier) and peer.is_whole
 
 
 def _close_later(asked: Future[Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -31,11 +31,12 @@ from weights.cache.caching import CachingTier
 from weights.sources import sources as sources_module
 from weights.sources.failover import FailoverTier, SourcePlace
 from weights.sources.open import open_source
+from weights.sources.peer import PeerTier
 from weights.sources.peers import Peers
 from weights.sources.sources import Sources
 from weights.tiers.http import HttpTier
 from weights.tiers.http_client import HttpClient
-from weights.tiers.port import Tier
+from weights.tiers.port import Tier, TierFile
 
 SHARD = "model-00001-of-00002.safetensors"
 OTHER = "other-node"
@@ -64,11 +65,14 @@ def theirs(server: TierServer, tmp_path: Path) -> Iterator[tuple[Sources, PeerSe
     assert not [t for t in threading.enumerate() if t.name == "peers"]
 
 
-async def known(serving: PeerServer, revision: str, token: str | None = None) -> Peers:
+async def known(
+    serving: PeerServer, revision: str, token: str | None = None, *, nodes: Sequence[str] = ("there",)
+) -> Peers:
     peers = Peers("here")
     cached = (CachedModel(weights_id=revision, tier="ssd", nbytes=1),)
-    status = LoaderStatus(node="there", boot_id="b", cached=cached, peer_url=serving.url, peer_token=token or serving.token)
-    await peers.on_status(status)
+    for node in nodes:
+        status = LoaderStatus(node=node, boot_id="b", cached=cached, peer_url=serving.url, peer_token=token or serving.token)
+        await peers.on_status(status)
     return peers
 
 
@@ -139,6 +143,40 @@ async def test_peer_replaces_a_source_that_does_not_answer(
     monkeypatch.setattr(HttpTier, "close", close_and_note)
     answers.set()
     assert await asyncio.to_thread(closed.wait, 60), "the late source is not left open"
+
+
+async def test_peer_that_does_not_answer_is_not_waited_for_beside_one_that_does(
+    server: TierServer, theirs: tuple[Sources, PeerServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the source nor the first peer answers."""
+    _, serving, revision = theirs
+    answers, list_files = threading.Event(), PeerTier.files
+
+    def hang(source: str) -> Tier:
+        answers.wait(60)
+        return open_source(source)
+
+    def list_late(tier: PeerTier) -> Sequence[TierFile]:
+        if tier.node == "silent":
+            answers.wait(60)
+        return list_files(tier)
+
+    monkeypatch.setattr(sources_module, "_SOURCE_S", 0.05)
+    monkeypatch.setattr(sources_module, "_PEER_S", 0.05)
+    monkeypatch.setattr(sources_module, "open_source", hang)
+    monkeypatch.setattr(PeerTier, "files", list_late)
+    peers = await known(serving, revision, nodes=("there", "silent"))
+    opening = asyncio.create_task(asyncio.to_thread(sources_at(tmp_path / "ours", peers=peers).open, f"{server.url}/m", revision))
+    try:
+        tier = await asyncio.wait_for(asyncio.shield(opening), 30)
+        assert tier.link == "peer:there"
+        tier.close()
+    finally:
+        answers.set()
+        await opening
+        for thread in threading.enumerate():
+            if thread.name in ("list-source", "list-silent"):
+                await asyncio.to_thread(thread.join, 60)
 
 
 async def test_source_replaces_a_peer_that_fails_during_the_read(

@@ -82,6 +82,16 @@ def test_space_of_a_removed_model_is_free_while_its_files_are_open(tmp_path: Pat
     partial.close()
 
 
+def test_files_of_a_partial_model_that_became_an_entry_are_kept(tmp_path: Path) -> None:
+    """A write after that fails, as for a full disk."""
+    partial = open_partial(tmp_path / "m")
+    partial.write(FILE, 0, memoryview(_BYTES))
+    (tmp_path / "m").rename(tmp_path / "entry")
+    partial.remove()
+    assert (tmp_path / "entry" / FILE.name).read_bytes() == _BYTES
+    partial.close()
+
+
 def test_a_full_disk_leaves_no_descriptor_open(tmp_path: Path) -> None:
     limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), open_files()
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))

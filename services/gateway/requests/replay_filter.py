@@ -44,6 +44,11 @@ class ReplayFilter:
         """Expect output of a choice to be generated again."""
         self._choices[index] = _Choice(list(token_ids), chars, is_finished)
 
+    def expect_before(self, index: int, token_ids: Iterable[int]) -> None:
+        """Expect tokens of a choice before what is pending of it."""
+        choice = self._choices.setdefault(index, _Choice())
+        choice.token_ids[:0] = token_ids
+
     def preceded_by(self, messages: Iterable[dict[str, Any]]) -> ReplayFilter:
         """Return a filter for the output of `messages`, then what is pending here."""
         combined = ReplayFilter(messages)

@@ -98,8 +98,19 @@ class ResumeState:
         self.revision = revision
         if isinstance(message, InferResponse):
             self.head = message.resume_head or self.head
-            # Pending output must be generated again as it was.
-            self._kept_tokens = message.kept_tokens if not self.replay_filter else None
+            self._kept_tokens = message.kept_tokens
+            if self._kept_tokens is not None and self.replay_filter:
+                self._expect_replaced(self._kept_tokens)
+                self._kept_tokens = None
+
+    def _expect_replaced(self, kept: int) -> None:
+        """Expect the tokens after the first `kept` again, before the pending ones.
+
+        Another reader of the response has resumed it. Pending output must be generated as it was.
+        """
+        for index, choice in self.choices.items():
+            known = len(choice.token_ids) - self.replay_filter.get_pending(index)[0]
+            self.replay_filter.expect_before(index, choice.token_ids[kept:known])
 
     def add(self, deltas: list[dict[str, Any]]) -> None:
         """Add `ChoiceDelta`s, as decoded from the wire."""
@@ -172,7 +183,7 @@ class ResumeState:
             "seed": self.seed,
             "prepared": prepared,
             "head": self.head,
-            "takes_kept_tokens": True,
+            "takes_kept_tokens": not self.replay_filter,  # pending output must be generated as it was
         }
 
     def _choice_fields(self, index: int, choice: ResumeChoice, keeps_partial_output: bool) -> dict[str, Any]:

@@ -34,7 +34,6 @@ def resumed(kept_tokens: int | None) -> ResumeState:
 def known(state: ResumeState) -> tuple[tuple[int, ...], int]:
     """The token ids and the characters that the next engine gets."""
     resume = Resume.model_validate(state.resume_fields("", keeps_partial_output=True))
-    assert resume.takes_kept_tokens
     (choice,) = resume.choices
     return choice.token_ids, choice.text_chars
 
@@ -69,6 +68,19 @@ def test_output_after_a_replacement_can_be_expected_again() -> None:
     assert known(state) == ((10, 11, 20, 21), 7)
 
 
+def takes_kept_tokens(state: ResumeState) -> bool:
+    return Resume.model_validate(state.resume_fields("", keeps_partial_output=True)).takes_kept_tokens
+
+
+def test_tokens_are_reported_that_take_the_place_of_others_unless_output_is_expected() -> None:
+    """Of expected output the host reports only the tokens after those that it was given."""
+    state = resumed(kept_tokens=2)
+    assert takes_kept_tokens(state)
+    read(state, data("nd", 20))
+    state.rewind_to([])
+    assert not takes_kept_tokens(state)
+
+
 def test_expected_output_is_not_replaced() -> None:
     """It was forwarded from another engine's messages, and has to be the same."""
     state = resumed(kept_tokens=None)
@@ -78,5 +90,20 @@ def test_expected_output_is_not_replaced() -> None:
     state.attempt_started()
     state.response_started(head(3), "r1")
     assert state.replay_filter.covers(unstored["progress"])
+    read(state, data(".", 21))
+    assert known(state) == ((10, 11, 12, 20, 21), 8)
+
+
+def test_tokens_in_place_of_others_are_expected_before_the_output_of_another_reader() -> None:
+    """The owner of the key has resumed the response without the message that was read here."""
+    state = resumed(kept_tokens=None)
+    unconfirmed = data("nd", 20)
+    read(state, unconfirmed)
+    state.rewind([unconfirmed])
+    state.attempt_started()
+    state.response_started(head(2), "r1")
+    for again in (data("nd", 12), data("", 20)):
+        assert state.replay_filter.covers(again["progress"])
+    assert not state.replay_filter
     read(state, data(".", 21))
     assert known(state) == ((10, 11, 12, 20, 21), 8)

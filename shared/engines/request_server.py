@@ -201,8 +201,12 @@ class RequestServer(ABC, Generic[S]):
         self._outbox.put_nowait((subject, body))
 
     async def _wait_for_room(self) -> None:
-        """Wait while more than half of `OUTBOX_BYTES` wait for NATS."""
-        await self._has_room.wait()
+        """Wait while more than half of `OUTBOX_BYTES` wait for NATS.
+
+        Others that waited may have filled the room again before this task runs.
+        """
+        while not self._has_room.is_set():
+            await self._has_room.wait()
 
     async def publish_forever(self) -> None:
         """Send queued messages in order.

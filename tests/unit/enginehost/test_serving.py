@@ -107,7 +107,42 @@ async def test_response_is_read_no_faster_than_nats_takes_it(monkeypatch: pytest
         await served
         await serving.flush()
     publishing.cancel()
-    head, *data, end = [INFER_REPLY.validate_json(body) for body in nats.taken["reply"]]
+    assert len(_read_response(nats, "reply")) == 200_000
+
+
+async def test_responses_that_wait_for_nats_do_not_continue_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would exceed the room together, and fail."""
+
+    async def build(*_: Any) -> UpstreamRequest:
+        return UpstreamRequest(HttpRequest("GET", "/file"))
+
+    class Engine:
+        async def send(self, _: HttpRequest) -> LongResponse:
+            return LongResponse(5)
+
+    monkeypatch.setattr(server, "build_upstream_request", build)
+    monkeypatch.setattr(request_server, "OUTBOX_BYTES", 20_000)
+    nats = SlowNats()
+    serving = Serving(cast(Mesh, nats))
+    serving.open(cast(Driver, object()), cast(Client, Engine()))
+    for n in range(20):
+        request = InferRequest(request_id=f"r{n}", instance_id="i", model="m", endpoint="other", route="/v1/file")
+        await serving._handle_request(request, f"reply.{n}", None, 100)
+    served = [stream.task for stream in serving.streams.values() if stream.task is not None]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    publishing = asyncio.create_task(serving.publish_forever())
+    nats.takes.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*served, return_exceptions=True)
+        await serving.flush()
+    publishing.cancel()
+    assert [len(_read_response(nats, f"reply.{n}")) for n in range(20)] == [5000] * 20
+
+
+def _read_response(nats: SlowNats, reply: str) -> bytes:
+    """Return the bytes of a complete response."""
+    head, *data, end = [INFER_REPLY.validate_json(body) for body in nats.taken[reply]]
     assert isinstance(head, InferResponse)
     assert isinstance(end, InferEnd)
-    assert sum(len(base64.b64decode(r.data)) for r in data if isinstance(r, InferData)) == 200_000
+    return b"".join(base64.b64decode(r.data) for r in data if isinstance(r, InferData))

@@ -242,17 +242,19 @@ class Agents:
             then = "stop"
         self._drain(node, instance, then if instance.can_suspend else "stop")
         if instance.engine.runs:
-            self._world.clock.call_later(command.drain_timeout_ms / 1e3, lambda: self._on_drain_timeout(node, instance))
+            instance.drains_until = now + command.drain_timeout_ms / 1e3
+            self._world.clock.at(instance.drains_until, lambda: self._on_drain_timeout(node, instance))
 
     def _on_drain_timeout(self, node: MeshNode, instance: MeshInstance) -> None:
         """End the requests of an instance that still drains; they continue elsewhere.
 
-        It is stopped then, also instead of being suspended.
+        It is stopped then, also instead of being suspended. Of an instance that has been suspended
+        and resumed since, this may be the time-out of an earlier draining.
         """
         if self._by_engine.get(instance.key) is not instance or instance.state is not InstanceState.DRAINING:
             return
         runs = list(instance.engine.runs)
-        if not runs:
+        if not runs or self._world.clock.now < instance.drains_until:
             return
         instance.then = "stop"
         self.weights.end(instance)

@@ -25,6 +25,7 @@ class MeshInstance:
         engine: Serves its requests.
         state: The state that the node reports.
         then: What follows after draining; empty: nothing.
+        drains_until: Time at which its latest draining ends, also with requests left.
         snapshot: Bytes in host memory.
     """
 
@@ -35,6 +36,7 @@ class MeshInstance:
     tier: str = ""
     state: InstanceState = InstanceState.LOADING
     then: Literal["", "stop", "suspend"] = ""
+    drains_until: float = 0.0
     completed: int = 0
     snapshot: int = 0
     suspended_at: float = 0.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.profiles import profile_named
 from shared.contracts.loader import PrefetchWeights
-from shared.contracts.node import InstanceState, ResumeInstance, StopInstance
+from shared.contracts.node import InstanceState, ResumeInstance, StopInstance, SuspendInstance
 from simulator.clock import Clock
 from simulator.config import (
     GB,
@@ -155,6 +155,23 @@ def test_requests_of_an_instance_that_drains_for_a_minute_continue_later() -> No
     assert other.queued == pytest.approx(15 + 60 + 0.3 + 4.5, abs=1)
     assert long.ended > other.ended
     assert long.pause > 4.5
+
+
+def test_drain_timeout_of_an_earlier_suspension_ends_no_later_requests() -> None:
+    """The first request ends at 14.6 s. The second one is served from about 21 s on, for 80 s."""
+    simulation = Simulation(machines(1, can=frozenset({"suspend"})), [MODEL])
+    (node,), agents, clock = simulation.nodes.values(), simulation.agents, simulation.world.clock
+
+    def suspend() -> None:
+        (instance,) = node.instances.values()
+        assert (instance.state, len(instance.engine.runs)) == (InstanceState.READY, 1)
+        agents.suspend(node, SuspendInstance(token=99, instance_id=instance.key))
+
+    clock.at(10.0, suspend)
+    clock.at(50.0, suspend)
+    outcome = simulation.run([ask(0, "m", 100), ask(20, "m", 800)])
+    assert (outcome.preemptions, outcome.loads) == (0, {"ssd": 1, "snapshot": 1})
+    assert [s.pause for s in outcome.served] == [0, 0]
 
 
 @pytest.mark.parametrize("failover", ["resume", "restart"])

@@ -77,15 +77,23 @@ HIDDEN = "***"
 """Value of an environment variable that the caller may not see."""
 
 
+_AUTHORITY = re.compile(r"(?:.*@)?([^@:\[\]]*(?::\d*)?|\[[^\[\]]*\](?::\d*)?)", re.DOTALL)
+
+
 def strip_credentials(source: str) -> str:
-    """Remove user, password and query, which may be secrets, from an HTTP URL."""
-    if not source.startswith(("http://", "https://")):
+    """Remove user, password and query, which may be secrets, from a URL.
+
+    Of a URL that cannot be parsed the scheme is left: a password with a slash ends its authority.
+    """
+    scheme, separator, _ = source.partition("://")
+    if not separator or source.startswith(("hf://", ENGINE_SOURCE)):
         return source
     try:
         parts = urlsplit(source)
-    except ValueError:  # no URL, but it may have a password
-        return f"{source.partition('://')[0]}://"
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    except ValueError:
+        return f"{scheme}://"
+    authority = _AUTHORITY.fullmatch(parts.netloc)
+    return urlunsplit((parts.scheme, authority[1], parts.path, "", "")) if authority else f"{scheme}://"
 
 
 class ContainerOptions(Strict):

@@ -74,15 +74,22 @@ def _make_encoding_error() -> CommandError:
 
 
 def _answer(api: Api, out: Console, model: str, history: list[Message], options: dict[str, float]) -> Completion:
-    completion = Completion()
-    with contextlib.ExitStack() as spinner:
-        status = spinner.enter_context(out.status(escape(f"{model} …")))
-        pieces = stream_chat(
-            api, model, history, completion, waiting=lambda words: status.update(escape(words or f"{model} …")), **options
-        )
-        for piece in pieces:
-            spinner.close()
-            out.print(strip_control(piece), end="", markup=False, soft_wrap=True)
+    completion, has_text = Completion(), False
+    try:
+        with contextlib.ExitStack() as spinner:
+            status = spinner.enter_context(out.status(escape(f"{model} …")))
+            pieces = stream_chat(
+                api, model, history, completion, waiting=lambda words: status.update(escape(words or f"{model} …")), **options
+            )
+            for piece in pieces:
+                spinner.close()
+                out.print(strip_control(piece), end="", markup=False, soft_wrap=True)
+                has_text = True
+    except (CommandError, KeyboardInterrupt) as e:
+        # What is printed next begins on a line of its own; the terminal shows ^C in this one.
+        if has_text or isinstance(e, KeyboardInterrupt):
+            out.print()
+        raise
     out.print()
     # Not every engine reports usage in its streams.
     tokens = completion.usage.get("completion_tokens")
@@ -121,6 +128,6 @@ def _converse(api: Api, out: Console, model: str, history: list[Message], option
             continue
         except KeyboardInterrupt:  # leaving the stream cancels the generation
             history.pop()
-            out.print("\n[dim]interrupted[/]")
+            out.print("[dim]interrupted[/]")
             continue
         history.append({"role": "assistant", "content": completion.text})

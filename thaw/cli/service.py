@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +14,9 @@ from rich.markup import escape
 
 from thaw.cli.output import Document, Json, screen, verb
 from thaw.cli.paths import local_path
+from thaw.config import load_config
 from thaw.errors import CommandError
-from thaw.launcher.home import Home
+from thaw.launcher.home import Home, write_private
 from thaw.launcher.systemd import Systemd
 
 app = typer.Typer(help="The mesh as a systemd unit: install, show, remove.", no_args_is_help=True)
@@ -26,7 +29,7 @@ Config = Annotated[Path | None, typer.Option("--config", help="The thaw.yaml tha
 System = Annotated[bool, typer.Option("--system", help="A unit of the system, started at boot (as root), not of this user.")]
 
 
-def compose_unit(command: list[str], home: Path, *, is_system: bool) -> str:
+def compose_unit(command: list[str], home: Path, *, is_system: bool, variables: Path | None = None) -> str:
     """Return the unit that runs `thaw up`.
 
     systemd signals the supervisor alone, which stops everything else; it kills what is left. The
@@ -35,6 +38,8 @@ def compose_unit(command: list[str], home: Path, *, is_system: bool) -> str:
     Args:
         command: Start of the mesh in the foreground.
         home: The state directory.
+        is_system: It is a unit of the system, not of this user.
+        variables: A file with more environment variables (`format_variables`).
     """
     return "\n".join(
         [
@@ -47,6 +52,7 @@ def compose_unit(command: list[str], home: Path, *, is_system: bool) -> str:
             "Type=exec",
             f"ExecStart={' '.join(map(_quote, command))}",
             f"Environment={_quote(f'THAW_HOME={home}', is_command=False)}",
+            *([] if variables is None else [f"EnvironmentFile={_escape_pattern(variables)}"]),
             f"WorkingDirectory={str(home.parent).replace('%', '%%')}",
             "KillMode=mixed",
             f"TimeoutStopSec={_STOP_S}",
@@ -69,14 +75,38 @@ def _quote(word: str, *, is_command: bool = True) -> str:
     return f'"{escaped}"' if any(c.isspace() or c in "\"'\\;" for c in word) else escaped
 
 
-def _unit(config: Path | None, *, is_system: bool) -> str:
-    command = [sys.executable, "-m", "thaw", "up"]
+def _escape_pattern(path: Path) -> str:
+    """Return a path for EnvironmentFile=, which takes it as a pattern, and has no quotes."""
+    return re.sub(r"([*?\[\\])", r"\\\1", str(path)).replace("%", "%%")
+
+
+def format_variables(names: Iterable[str]) -> str:
+    """Return lines for EnvironmentFile= with the present values of environment variables."""
+    return "".join(f'{name}="{_escape_value(os.environ[name])}"\n' for name in sorted(names))
+
+
+def _escape_value(value: str) -> str:
+    return re.sub(r'(["\\`$])', r"\\\1", value)
+
+
+def _unit(config: Path | None, home: Home, *, is_system: bool) -> tuple[str, str]:
+    """Return the unit, and the text of its file of variables.
+
+    The text is empty if the thaw.yaml names no variables. systemd passes none of this shell, so
+    the unit reads those that the file names.
+
+    Raises:
+        CommandError: The unit could not start, because the thaw.yaml is missing or has a fault.
+    """
+    command, variables = [sys.executable, "-m", "thaw", "up"], ""
     if config is not None:
         path = local_path(config).absolute()
         if not path.is_file():
             raise CommandError(f"{path} is not a file.", "Name the thaw.yaml to start; `thaw init` writes one.", code="not_found")
+        variables = format_variables(load_config(path).variables)
         command += ["--config", str(path)]
-    return compose_unit(command, Home.from_environment().root.absolute(), is_system=is_system)
+    file = home.service_variables_file if variables else None
+    return compose_unit(command, home.root, is_system=is_system, variables=file), variables
 
 
 def _directory(*, is_system: bool) -> Path:
@@ -92,7 +122,7 @@ def show(config: Config = None, system: System = False, as_json: Json = False) -
 
     Example: [bold]thaw service show --config thaw.yaml[/]
     """
-    text = _unit(config, is_system=system)
+    text, _ = _unit(config, Home.from_environment(), is_system=system)
     if not as_json:
         print(text, end="")
     return {"unit": text}
@@ -103,12 +133,16 @@ def show(config: Config = None, system: System = False, as_json: Json = False) -
 def install(config: Config = None, system: System = False, as_json: Json = False) -> Document:
     """Write the systemd unit, and print the commands that start it.
 
+    A thaw.yaml is checked first. The unit gets the present values of the variables that it names,
+    from a private file in the state directory; install the unit again if they change.
+
     Example: [bold]thaw service install --config thaw.yaml[/]
     """
-    out, target = screen(as_json), _directory(is_system=system) / UNIT
-    text = _unit(config, is_system=system)
+    out, target, home = screen(as_json), _directory(is_system=system) / UNIT, Home.from_environment()
+    text, variables = _unit(config, home, is_system=system)
     if target.is_symlink() or target.exists():
         _check_written_here(target)
+    _keep_variables(home, variables)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
@@ -118,6 +152,8 @@ def install(config: Config = None, system: System = False, as_json: Json = False
     commands = [f"{control} daemon-reload", f"{control} enable --now {UNIT}"]
     if not system:
         commands.append("loginctl enable-linger    # to start it at boot, without a login")
+    if variables:
+        out.print(f"[green]✓[/] {escape(str(home.service_variables_file))}, with the variables that {escape(str(config))} names")
     out.print(f"[green]✓[/] {escape(str(target))}. Start it:")
     for command in commands:
         out.print(f"  [bold]{escape(command)}[/]")
@@ -129,7 +165,8 @@ def install(config: Config = None, system: System = False, as_json: Json = False
 def remove(system: System = False, as_json: Json = False) -> Document:
     """Stop and disable the systemd unit, and remove its file.
 
-    Only a file that `thaw service install` has written is removed. The state directory stays.
+    Only a file that `thaw service install` has written is removed, with its variables. The state
+    directory stays.
 
     Example: [bold]thaw service remove[/]
     """
@@ -147,6 +184,7 @@ def remove(system: System = False, as_json: Json = False) -> Document:
         if not document["disabled"]:
             document["disabled"] = _remove_links(target)
         target.unlink()
+        Home.from_environment().service_variables_file.unlink(missing_ok=True)
     except OSError as e:
         raise CommandError(f"{target} cannot be removed: {e.strerror}.", "Run it as root for a unit of the system.") from e
     document["removed"] = True
@@ -157,6 +195,15 @@ def remove(system: System = False, as_json: Json = False) -> Document:
     done = [word for word in ("stopped", "disabled", "removed") if document[word]]
     out.print(f"[green]✓[/] {UNIT}: {', '.join(done)}. It was {escape(str(target))}.")
     return document
+
+
+def _keep_variables(home: Home, text: str) -> None:
+    """Write the unit's file of variables, or remove that of an earlier unit without `text`."""
+    if text:
+        home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(home.service_variables_file, text)
+    else:
+        home.service_variables_file.unlink(missing_ok=True)
 
 
 def _check_written_here(target: Path) -> None:

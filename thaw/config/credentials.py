@@ -14,20 +14,35 @@ UNSET = "names a variable that is not set, or is empty; set it, or give the key 
 _VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|(\w+))", re.ASCII)
 
 
+def names_of(text: str) -> set[str]:
+    """Return the names of the variables that `text` has as `$NAME` or `${NAME}`."""
+    return {braced or bare for braced, bare in _VARIABLE.findall(text)}
+
+
 def expand(text: str) -> str | None:
     """Return `text` with `$NAME` and `${NAME}` replaced from the environment.
 
     None if one of them is not set or is empty: each reader of the file would know the key.
     """
-    names = [braced or bare for braced, bare in _VARIABLE.findall(text)]
-    if not all(os.environ.get(name) for name in names):
+    if not all(os.environ.get(name) for name in names_of(text)):
         return None
     return _VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text)
 
 
 def expand_reference(text: str) -> str | None:
     """Expand `text` if it has `${NAME}` or is `$NAME`. Another `$` is plain text."""
-    return expand(text) if "${" in text or _VARIABLE.fullmatch(text) else text
+    return expand(text) if _is_reference(text) else text
+
+
+def _is_reference(text: str) -> bool:
+    return "${" in text or _VARIABLE.fullmatch(text) is not None
+
+
+def names_in_mesh(mesh: dict[str, Any]) -> set[str]:
+    """Return the names of the variables in the keys of the section `mesh`."""
+    keys = mesh.get("api_keys")
+    texts = [mesh.get("admin_key"), *(keys if isinstance(keys, list) else ())]
+    return {name for text in texts if isinstance(text, str) and _is_reference(text) for name in names_of(text)}
 
 
 def expand_mesh(mesh: dict[str, Any], report: Callable[[Path, str], None]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from shared.contracts.prices import Prices
 from shared.device_list import PAGE_BYTES, SEPARATE, parse_devices, parse_rate
 from shared.model_paths import resolve_model
 from shared.policies import policy_names
-from thaw.config.credentials import expand, expand_mesh, expiry_of
+from thaw.config.credentials import expand, expand_mesh, expiry_of, names_in_mesh, names_of
 from thaw.config.faults import EXAMPLE, ConfigError, Fault, message_of, unknown_key
 from thaw.config.faults import Path as KeyPath
 from thaw.config.tree import Tree, read_tree
@@ -103,6 +103,8 @@ class ThawFile(Strict):
     models: tuple[ModelSpec, ...] = ()
     keys: tuple[NewKey, ...] = ()
     prices: Prices | None = None
+    variables: frozenset[str] = frozenset()
+    """Names of the environment's variables in its keys and sources."""
 
 
 _KEYS = ("defaults", "keys", "mesh", "models", "prices", "scheduler")
@@ -143,6 +145,7 @@ class _Check:
     def __init__(self, tree: Tree, directory: Path) -> None:
         self._tree = tree
         self._directory = directory
+        self._variables: set[str] = set()
 
     def file(self) -> ThawFile:
         root = self._tree.value
@@ -160,6 +163,7 @@ class _Check:
             models=self._models(root.get("models"), defaults),
             keys=self._keys(root.get("keys")),
             prices=self._prices(root.get("prices")),
+            variables=frozenset(self._variables),
         )
 
     def _prices(self, value: Any) -> Prices | None:
@@ -189,6 +193,7 @@ class _Check:
             if not key:
                 self._tree.fault((*path, "key"), "must be the key, its SHA-256 in hex, or ${VARIABLE} of the environment")
                 continue
+            self._variables |= names_of(entry["key"])
             fields["sha256"] = key if _HASH.match(key) else hashlib.sha256(key.encode()).hexdigest()
             if isinstance(fields.get("expires"), date):
                 fields["expires"] = expiry_of(fields["expires"])
@@ -313,6 +318,7 @@ class _Check:
                     "s3://bucket/prefix, gs://bucket/prefix, or az://container/prefix",
                 )
             return source
+        self._variables |= names_of(source) & os.environ.keys()
         try:
             directory = resolve_model(self._directory / Path(os.path.expandvars(source)).expanduser())
             if not directory.is_dir() and not (directory.suffix == ".gguf" and directory.is_file()):
@@ -332,6 +338,7 @@ class _Check:
         if not isinstance(value, dict):
             self._tree.fault(("mesh",), "must be a mapping")
             return MeshConfig()
+        self._variables |= names_in_mesh(value)
         value = expand_mesh(value, self._tree.fault)
         if isinstance(value.get("nodes"), dict):
             value["nodes"] = self._nodes(value["nodes"])

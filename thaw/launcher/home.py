@@ -82,6 +82,11 @@ class Home:
         return self.run / "credentials.json"
 
     @property
+    def service_variables_file(self) -> Path:
+        """The file with the variables of `thaw service install`'s unit, secrets included."""
+        return self.root / "service.env"
+
+    @property
     def lock_file(self) -> Path:
         return self.run / "lock"
 

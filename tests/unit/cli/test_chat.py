@@ -11,6 +11,7 @@ import pytest
 
 from thaw.cli import chat
 from thaw.cli.app import main
+from thaw.errors import CommandError
 
 GENERATED = "one\x1b]52;c;c2VjcmV0\x07 \x1b[2Jtwo\nlines\x1b[31m\x07"
 
@@ -42,3 +43,27 @@ def test_a_prompt_that_is_no_utf8_is_refused(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi \xff"), encoding="utf-8"))
     assert main(["chat", *arguments, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "invalid_prompt"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error", "printed"),
+    [
+        (["one", " two"], CommandError("The engine is gone."), "one two\n"),
+        ([], CommandError("The engine is gone."), ""),
+        (["one"], KeyboardInterrupt(), "one\n"),
+    ],
+)
+def test_an_error_begins_on_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    pieces: list[str],
+    error: BaseException,
+    printed: str,
+) -> None:
+    def fail(*_: Any, **__: Any) -> Iterator[str]:
+        yield from pieces
+        raise error
+
+    monkeypatch.setattr(chat, "stream_chat", fail)
+    assert main(["chat", "m", "hi"]) != 0
+    assert capsys.readouterr().out == printed

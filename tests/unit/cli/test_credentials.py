@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.contracts.models import strip_credentials
 from thaw.config import ConfigError, Fault, ThawFile, load_config
 
 
@@ -55,6 +56,19 @@ def test_keys_of_the_mesh_are_read_from_the_environment(tmp_path: Path, monkeypa
     assert file.mesh.admin_key == "from-the-environment"
     assert file.mesh.api_keys == ("from-the-environment", "sk-from-the-environment", "cost$CI_KEY"), "other dollar signs are text"
     assert file.keys[0].sha256 == hashlib.sha256(b"x-from-the-environment").hexdigest()
+    assert file.variables == {"CI_KEY"}
+
+
+def test_variables_are_those_of_keys_and_local_sources_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one").mkdir()
+    for name, value in (("ONE", "one-of-the-keys"), ("TWO", "two"), ("FOLDER", str(tmp_path)), ("TEXT", "x"), ("IN_ENV", "y")):
+        monkeypatch.setenv(name, value)
+    file = load(
+        tmp_path,
+        "mesh:\n  admin_key: cost$TEXT-of-it\n  api_keys: ['sk-${ONE}']\nkeys:\n  - {name: a, key: x-$TWO}\n"
+        "models:\n  - {name: m, source: $FOLDER/one, engine: vllm, env: {A: $IN_ENV}}\n",
+    )
+    assert file.variables == {"ONE", "TWO", "FOLDER"}
 
 
 @pytest.mark.parametrize(
@@ -73,10 +87,28 @@ def test_messages_about_a_credential_do_not_show_it(tmp_path: Path, text: str) -
     assert "48151" not in fault.message
 
 
-def test_a_faulty_url_is_shown_without_its_credentials(tmp_path: Path) -> None:
-    url = "https://user:4815162342@host/a b?token=4815162342"
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://user:4815162342@host/a b?token=4815162342", "https://host/a b"),
+        ("https://user:pa/4815162342@host/a b", "https://"),
+        ("https://user:pa#4815162342@host/a b", "https://"),
+        ("https://user:4815162342@[::1/a b", "https://"),
+        ("ftp://user:4815162342@host:21/a?token=4815162342", "ftp://host:21/a"),
+        ("s3://key:4815162342@bucket/a", "s3://bucket/a"),
+    ],
+)
+def test_a_faulty_url_is_shown_without_its_credentials(tmp_path: Path, url: str, shown: str) -> None:
     (fault,) = faults(tmp_path, f'models:\n  - {{name: a, source: "{url}"}}\n')
-    assert fault.message.startswith("given 'https://host/a b'; allowed: ")
+    assert fault.message.startswith(f"given '{shown}'; allowed: ")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["hf://org/name@main", "engine://qwen3:0.6b", "s3://bucket/a//b", "az://container", "https://host:8443/a@b", "http://[::1]:80/a", "/a/b"],
+)
+def test_a_source_without_credentials_is_shown_as_it_is(source: str) -> None:
+    assert strip_credentials(source) == source
 
 
 def test_a_key_expires_at_the_time_of_the_file_and_a_date_at_its_beginning(tmp_path: Path) -> None:

@@ -60,6 +60,51 @@ def test_a_missing_configuration_is_an_error(folder: Path, capsys: pytest.Captur
     assert not (folder / "config").exists()
 
 
+@pytest.mark.parametrize("text", ["models: 3\n", "keys:\n  - {name: ci, key: $CI_KEY}\n"])
+def test_a_configuration_that_cannot_start_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    monkeypatch.delenv("CI_KEY", raising=False)
+    config = folder / "thaw.yaml"
+    config.write_text(text)
+    for verb in ("install", "show"):
+        assert main(["service", verb, "--config", str(config), "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["error"]["code"] == "invalid_config"
+    assert not (folder / "config").exists()
+
+
+def test_the_unit_reads_the_variables_that_its_configuration_names(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = "sec\"r$e`t\\ '#%1"
+    monkeypatch.setenv("CI_KEY", secret)
+    config, variables = folder / "thaw.yaml", folder / "state" / "service.env"
+    config.write_text("keys:\n  - {name: ci, key: '${CI_KEY}'}\n")
+    assert main(["service", "install", "--config", str(config), "--json"]) == 0
+    unit = json.loads(capsys.readouterr().out)["unit"]
+    assert f"EnvironmentFile={variables}\n" in unit
+    assert secret not in unit
+    assert variables.stat().st_mode & 0o777 == 0o600
+    # systemd reads quoted values as a shell does (systemd.exec(5)).
+    script = ["env", "-i", "sh", "-c", '. "$0"; printf %s "$CI_KEY"', str(variables)]
+    assert subprocess.run(script, capture_output=True, text=True, timeout=60, check=True).stdout == secret
+    config.write_text("models: []\n")
+    assert main(["service", "install", "--config", str(config), "--json"]) == 0
+    assert "EnvironmentFile" not in json.loads(capsys.readouterr().out)["unit"]
+    assert not variables.exists()
+
+
+def test_remove_removes_the_variables(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CI_KEY", "sk-of-the-ci")
+    systemctl(folder, monkeypatch)
+    config = folder / "thaw.yaml"
+    config.write_text("mesh: {admin_key: $CI_KEY}\n")
+    assert main(["service", "install", "--config", str(config), "--json"]) == 0
+    assert (folder / "state" / "service.env").exists()
+    assert removed(capsys)["removed"]
+    assert not (folder / "state" / "service.env").exists()
+
+
 def systemctl(folder: Path, monkeypatch: pytest.MonkeyPatch, active: str = "active", disabling: str = "true") -> Path:
     """Put a `systemctl` on the path that logs its arguments: a test has no systemd that runs.
 
@@ -153,6 +198,11 @@ def test_dollar_signs_are_escaped_in_commands_only() -> None:
     assert "Environment=THAW_HOME=/srv/a$b/state" in lines
 
 
+def test_the_file_of_variables_is_no_pattern() -> None:
+    unit = compose_unit(["thaw"], Path("/s"), is_system=True, variables=Path("/a b/[1]*?\\%.env"))
+    assert "EnvironmentFile=/a b/\\[1]\\*\\?\\\\%%.env" in unit.splitlines()
+
+
 @needs_systemd
 @pytest.mark.parametrize("is_system", [False, True])
 @pytest.mark.parametrize("name", ["plain", "with space", 'q"uote', "100%", "a$b"])
@@ -161,7 +211,12 @@ def test_systemd_accepts_the_unit(tmp_path: Path, name: str, is_system: bool) ->
     home.mkdir()
     unit = tmp_path / UNIT
     unit.write_text(
-        compose_unit([sys.executable, "-m", "thaw", "up", "--config", str(home / "thaw.yaml")], home, is_system=is_system)
+        compose_unit(
+            [sys.executable, "-m", "thaw", "up", "--config", str(home / "thaw.yaml")],
+            home,
+            is_system=is_system,
+            variables=home / "[a]*?.env",
+        )
     )
     command = ["systemd-analyze", "verify", *([] if is_system else ["--user"]), "--man=no", str(unit)]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.adapters.rate_limiter import format_reset, share_of
-from services.gateway.domain.limits.estimate import estimate_tokens
+from services.gateway.domain.limits.estimate import estimate_tokens, predict_cost
 from services.gateway.domain.limits.key_budget import LEASE_S, KeyBudget
 from services.gateway.domain.limits.lease import VALID_S, Lease
 from services.gateway.domain.limits.members import SILENT_S, Members
 from services.gateway.domain.limits.token_bucket import TokenBucket
+from shared.contracts.engines import Engine
 from shared.contracts.keys import ApiKey, KeyLimits
-from shared.contracts.openai import ChatCompletionRequest
+from shared.contracts.openai import ChatCompletionRequest, CompletionRequest
 from tests.support.examples import examples
 
 
@@ -235,3 +237,25 @@ def test_resets_are_formatted_as_openai_does(seconds: float, text: str) -> None:
 def test_the_estimate_adds_the_completion_that_the_client_allows() -> None:
     fields = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 10, "n": 2}
     assert estimate_tokens(ChatCompletionRequest.model_validate(fields), 400) == 120
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields", "completion"),
+    [
+        ("builtin", {}, 16),
+        ("vllm", {"n": 2}, 32),
+        ("builtin", {"max_tokens": None}, 256),
+        ("builtin", {"max_tokens": 40}, 40),
+        ("llamacpp", {}, 256),
+    ],
+)
+def test_a_completion_is_predicted_with_the_default_limit_of_its_engine(
+    engine: Engine, fields: dict[str, Any], completion: int
+) -> None:
+    request = CompletionRequest.model_validate({"model": "m", "prompt": "Hi", **fields})
+    assert predict_cost(request, 400, engine) == 100 + completion
+
+
+def test_a_chat_without_a_limit_is_predicted_with_256_tokens() -> None:
+    request = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "Hi"}]})
+    assert predict_cost(request, 400, "builtin") == 356

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from shared.contracts.engines import Engine
 from shared.contracts.openai import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, OtherRequest
 
 _ASSUMED_COMPLETION = 256
 """Completion tokens of a request that does not limit them, as its size is predicted."""
+_HAS_DEFAULT_LIMIT: frozenset[Engine] = frozenset({"builtin", "vllm", "sglang"})
+"""Engines that limit a text completion without `max_tokens` (docs/clients.md)."""
 _BYTES_PER_TOKEN = 4
 """Usual for English text in common vocabularies. The end of a request corrects its estimate."""
 
@@ -18,9 +21,12 @@ def estimate_tokens(request: ChatCompletionRequest | CompletionRequest | Embeddi
     return _count(request, body_bytes, 0)
 
 
-def predict_cost(request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest | OtherRequest, body_bytes: int) -> float:
-    """Predict the size of a request in tokens, for its key's share of a model."""
-    return _count(request, body_bytes, _ASSUMED_COMPLETION)
+def predict_cost(
+    request: ChatCompletionRequest | CompletionRequest | EmbeddingRequest | OtherRequest, body_bytes: int, engine: Engine
+) -> float:
+    """Predict the size of a request in tokens, for its key's share of a model of `engine`."""
+    default = request.default_tokens if isinstance(request, CompletionRequest) and engine in _HAS_DEFAULT_LIMIT else None
+    return _count(request, body_bytes, default or _ASSUMED_COMPLETION)
 
 
 def _count(

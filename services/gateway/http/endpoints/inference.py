@@ -226,7 +226,7 @@ class Inference:
             arrived_at,
             client_request_id=client_request_id,
             caller=caller_of(scope),
-            cost=predict_cost(parsed.request, len(engine_request.body)) / caller_of(scope).weight,
+            cost=predict_cost(parsed.request, len(engine_request.body), card.spec.engine) / caller_of(scope).weight,
             priority=priority,
         )
         request = gateway.open(engine_request, card, sink, origin, (key.place, key.new_entry) if key is not None else None)

@@ -155,8 +155,10 @@ async def test_log_probabilities_have_the_openai_shape(clients: openai.AsyncOpen
     assert chat.logprobs.content is not None
     assert "".join(t.token for t in chat.logprobs.content) == chat.message.content
     assert all(t.logprob == t.top_logprobs[0].logprob <= 0 for t in chat.logprobs.content)
-    # A token may be a part of a character: its text is then U+FFFD, and its bytes are those of the part.
-    assert [bytes(t.bytes or ()).decode(errors="replace") for t in chat.logprobs.content] == [t.token for t in chat.logprobs.content]
+    # The text of a token that is a part of a character is U+FFFD. Its bytes are those of the part.
+    assert [bytes(t.bytes or ()).decode(errors="replace") for t in chat.logprobs.content] == [
+        t.token for t in chat.logprobs.content
+    ]
     text = (await clients.completions.create(**asked, prompt="Once upon", logprobs=2)).choices[0]
     found = text.logprobs
     assert found is not None

@@ -15,8 +15,8 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 SHARED_MESH = (
-    "batches", "console", "console_doctor", "console_logs", "console_models", "documents", "ollama", "openai", "pulls",
-    "tools", "traffic", "translated_apis", "verbs",
+    "batches", "console", "console_answers", "console_doctor", "console_logs", "console_models", "console_playground",
+    "documents", "ollama", "openai", "pulls", "tools", "traffic", "translated_apis", "verbs",
 )  # fmt: skip
 """Modules of tests/e2e that share a mesh (`SHARED`); the last one ends it."""
 GROUPS = (

@@ -102,7 +102,11 @@ class FollowedLoader(FakeLoader):
         self._server = await asyncio.start_unix_server(self._serve, str(self._socket))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ask = _ASK.validate_json(await reader.readline())
+        line = await reader.readline()
+        if not line:  # the engine ended before it asked
+            writer.close()
+            return
+        ask = _ASK.validate_json(line)
         if isinstance(ask, SocketFollow):
             await self._follow(writer)
         elif isinstance(ask, SocketMap):

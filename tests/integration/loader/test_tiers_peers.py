@@ -65,9 +65,7 @@ def theirs(server: TierServer, tmp_path: Path) -> Iterator[tuple[Sources, PeerSe
     assert not [t for t in threading.enumerate() if t.name == "peers"]
 
 
-async def known(
-    serving: PeerServer, revision: str, token: str | None = None, *, nodes: Sequence[str] = ("there",)
-) -> Peers:
+async def known(serving: PeerServer, revision: str, token: str | None = None, *, nodes: Sequence[str] = ("there",)) -> Peers:
     peers = Peers("here")
     cached = (CachedModel(weights_id=revision, tier="ssd", nbytes=1),)
     for node in nodes:

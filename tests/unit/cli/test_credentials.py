@@ -105,7 +105,15 @@ def test_a_faulty_url_is_shown_without_its_credentials(tmp_path: Path, url: str,
 
 @pytest.mark.parametrize(
     "source",
-    ["hf://org/name@main", "engine://qwen3:0.6b", "s3://bucket/a//b", "az://container", "https://host:8443/a@b", "http://[::1]:80/a", "/a/b"],
+    [
+        "hf://org/name@main",
+        "engine://qwen3:0.6b",
+        "s3://bucket/a//b",
+        "az://container",
+        "https://host:8443/a@b",
+        "http://[::1]:80/a",
+        "/a/b",
+    ],
 )
 def test_a_source_without_credentials_is_shown_as_it_is(source: str) -> None:
     assert strip_credentials(source) == source

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 ROOT = Path(__file__).parents[3]
 
 
-def test_pinned_packages_accept_the_oldest_python():
+def test_pinned_packages_accept_the_oldest_python() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     oldest = declared.removeprefix(">=") + ".2"  # of Debian 12
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
@@ -18,7 +18,7 @@ def test_pinned_packages_accept_the_oldest_python():
     needs = {}
     for package in pinned:
         try:
-            needs[package] = importlib.metadata.metadata(package).get("Requires-Python") or ""
+            needs[package] = importlib.metadata.metadata(package)["Requires-Python"] or ""
         except importlib.metadata.PackageNotFoundError:  # of another platform
             continue
     assert len(needs) > 100

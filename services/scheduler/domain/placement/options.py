@@ -320,7 +320,9 @@ def _fit_sharing(tx: Transaction, r: PlacementRequest, b: Booking) -> DeviceFit 
         view, clearance = clear_device(tx, r, b, short, failed=failed)
         if isinstance(clearance, str):
             need = needed_bytes(tx.state, b, card, r.need_bytes)
-            return f"needs {gib(need)}, {gib(max(0, b.free_bytes))} free of {gib(b.budget_bytes)}; {clearance}{_describe_stuck(tx, b)}"
+            return (
+                f"needs {gib(need)}, {gib(max(0, b.free_bytes))} free of {gib(b.budget_bytes)}; {clearance}{_describe_stuck(tx, b)}"
+            )
         more = sum_lacking([*leaving, *clearance.victims])
         if more == 0:
             return DeviceFit(view, clearance, short)

@@ -132,7 +132,9 @@ class NoGroups(Cgroups):
     def __init__(self) -> None:
         super().__init__("n", None, None, "none here")
 
-    def gather(self, instance_id: str, host: int, *, include_host: bool, others: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def gather(
+        self, instance_id: str, host: int, *, include_host: bool, others: tuple[int, ...] = (), in_container: bool = False
+    ) -> tuple[int, ...]:
         return (host,)
 
 

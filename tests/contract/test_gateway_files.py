@@ -15,7 +15,7 @@ __all__ = ["client", "loader", "loader_environment", "loader_module"]
 async def test_files_of_a_model_on_another_machine(loader: LoaderProcess, client: Client, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     directory.mkdir()
-    write_tokenizer(directory, 2048, 2048, tmp_path)
+    write_tokenizer(directory, 2048, 2048)
     await client.until_served()
     files = TokenizerFiles(client.mesh, lambda: ["nobody", loader.node])
     got = await files.read(_elsewhere(directory))

@@ -84,7 +84,7 @@ def make_demo_model(directory: Path, size: str | Shape, seed: int = 0, progress:
         draft.chmod(0o755)
         (draft / "config.json").write_text(json.dumps(_config(shape), indent=2))
         (draft / "generation_config.json").write_text(json.dumps({"eos_token_id": [_END_ID, 0], "pad_token_id": 0}, indent=2))
-        write_tokenizer(draft, shape.vocab, shape.context, directory.parent)
+        write_tokenizer(draft, shape.vocab, shape.context)
         _write_weights(draft / "model.safetensors", shape, seed, progress or (lambda _: None))
         if directory.exists():
             shutil.rmtree(directory)

@@ -1,13 +1,8 @@
-"""Train a byte-level BPE tokenizer offline.
-
-Its text is part of every Python installation.
-"""
+"""The byte-level BPE tokenizer of demo models."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -35,57 +30,36 @@ CHAT_TEMPLATE = """\
 """
 
 
-def corpus() -> list[str]:
-    """Return English text of about 700 kB for training.
+def build(vocab_size: int) -> str:
+    """Return a tokenizer as the text of a `tokenizer.json`.
 
-    It is the language reference inside `pydoc`, or the library's own sources if a distribution
-    omits the reference.
+    Its merges are the first ones of `merges.json`. Those were trained on the text of the language
+    reference in `pydoc` of Python 3.11.7 (`tokenizers.trainers.BpeTrainer`, 700 kB of English), and
+    are a file because the text differs between versions and distributions of Python: a demo model
+    has the same tokens everywhere.
+
+    Raises:
+        ValueError: More tokens than `merges.json` has, or fewer than the bytes need.
     """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        return [path.read_text(errors="replace") for path in sorted(Path(os.__file__).parent.glob("*.py"))]
-    return [topics[name] for name in sorted(topics)]
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-
-def train(vocab_size: int) -> str:
-    """A trained tokenizer as the text of a `tokenizer.json`."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
+    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    known = json.loads((Path(__file__).parent / "merges.json").read_text())
+    if not len(tokens) <= vocab_size <= len(tokens) + len(known):
+        raise ValueError(f"The demo's tokenizer has {len(tokens)} to {len(tokens) + len(known)} tokens, not {vocab_size}")
+    merges = [(left, right) for left, right in (line.split(" ") for line in known[: vocab_size - len(tokens)])]
+    tokens += (left + right for left, right in merges)
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        corpus(),
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS],
-        ),
-    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
     text: str = tokenizer.to_str()
     return text
 
 
-def train_tokenizer(vocab_size: int, cache: Path) -> str:
-    """Train a tokenizer once for all models whose directories are under `cache`."""
-    kept = cache / f".tokenizer-{vocab_size}.json"
-    try:
-        text = kept.read_text()
-        json.loads(text)
-        return text
-    except (OSError, ValueError):
-        text = train(vocab_size)
-    with tempfile.NamedTemporaryFile("w", dir=cache, prefix=kept.name, delete=False) as file:
-        file.write(text)
-    Path(file.name).replace(kept)
-    return text
-
-
-def write_tokenizer(directory: Path, vocab_size: int, context_length: int, cache: Path) -> None:
+def write_tokenizer(directory: Path, vocab_size: int, context_length: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
-    (directory / "tokenizer.json").write_text(train_tokenizer(vocab_size, cache))
+    (directory / "tokenizer.json").write_text(build(vocab_size))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -28,7 +28,7 @@ TOOL: dict[str, Any] = {"name": "f", "description": "Weather", "input_schema": {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    write_tokenizer(tmp_path, 2048, 2048, tmp_path)
+    write_tokenizer(tmp_path, 2048, 2048)
     return tmp_path
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from thaw.demo.models import SIZES, make_demo_model
+from thaw.demo.tokenizer import build
 
 
 def weights(directory: Path) -> bytes:
@@ -20,6 +22,19 @@ def test_same_seed_gives_the_same_model(tmp_path: Path) -> None:
     assert (a / "tokenizer.json").read_bytes() == (c / "tokenizer.json").read_bytes()
 
 
+def test_tokenizer_is_the_same_with_every_python() -> None:
+    assert {size: hashlib.sha256(build(size).encode()).hexdigest()[:16] for size in (1024, 8192)} == {
+        1024: "bbcdfdf4b47a1609",
+        8192: "c40bdd34767f0a36",
+    }
+
+
+@pytest.mark.parametrize("size", [258, 8193])
+def test_tokenizer_of_other_sizes_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=r"has 259 to 8192 tokens"):
+        build(size)
+
+
 def test_demo_model_replaces_an_existing_directory(tmp_path: Path) -> None:
     make_demo_model(tmp_path / "m", "test")
     (tmp_path / "m" / "old").touch()
@@ -28,7 +43,7 @@ def test_demo_model_replaces_an_existing_directory(tmp_path: Path) -> None:
     assert not (tmp_path / "m" / "old").exists()
     assert on_response == sorted(on_response)
     assert on_response[-1] == 1.0
-    assert {p.name for p in tmp_path.iterdir()} == {"m", ".tokenizer-1024.json"}
+    assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 
 def test_failed_creation_leaves_no_files(tmp_path: Path) -> None:
@@ -37,7 +52,7 @@ def test_failed_creation_leaves_no_files(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="disk full"):
         make_demo_model(tmp_path / "m", "test", progress=fail)
-    assert {p.name for p in tmp_path.iterdir()} == {".tokenizer-1024.json"}
+    assert not list(tmp_path.iterdir())
 
 
 def test_making_a_demo_model_does_not_import_torch(tmp_path: Path) -> None:

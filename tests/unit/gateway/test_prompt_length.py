@@ -65,7 +65,7 @@ SOURCES = Sources(SsdCache(Path("/nonexistent"), 0), ())
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    write_tokenizer(tmp_path, 2048, 2048, tmp_path)
+    write_tokenizer(tmp_path, 2048, 2048)
     return tmp_path
 
 
@@ -206,10 +206,13 @@ async def test_prompt_that_cannot_fit_is_not_tokenized(model: Path) -> None:
 
 @pytest.mark.parametrize("unit", ["1 ", "a", "word ", " ", "日本 "])
 async def test_counting_does_not_block_the_loop(model: Path, unit: str) -> None:
-    """The loop waits for the interpreter lock for less than 50 ms, at the longest text.
+    """The loop waits for the interpreter lock for less than a tenth of the counting.
 
-    Measured as computing time of the counting thread, in which the loop's thread neither ran nor
-    waited for a processor: other work on the machine delays both threads, and does not count.
+    The text is the longest. A thread that kept the lock would make the loop wait for all of the
+    counting. A part, and not milliseconds: the counting takes 0.5 s, and ten times that where the
+    host of a virtual machine backs memory at its first use. Measured as computing time of the
+    counting thread, in which the loop's thread neither ran nor waited for a processor: other work
+    on the machine delays both threads, and does not count.
     """
     counter = TokenCounter.from_files({"tokenizer.json": (model / "tokenizer.json").read_bytes()})
     assert counter is not None
@@ -217,11 +220,15 @@ async def test_counting_does_not_block_the_loop(model: Path, unit: str) -> None:
     started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     watched = threading.Event()
+    counted_s: list[float] = []
 
     def count() -> int | None:
         started.get_loop().call_soon_threadsafe(started.set_result, time.pthread_getcpuclockid(threading.get_ident()))
         watched.wait()
-        return counter.count_longest([text], 10**9)
+        before = time.thread_time()
+        found = counter.count_longest([text], 10**9)
+        counted_s.append(time.thread_time() - before)
+        return found
 
     counting = asyncio.create_task(asyncio.to_thread(count))
     clock = await started
@@ -233,7 +240,7 @@ async def test_counting_does_not_block_the_loop(model: Path, unit: str) -> None:
         passed_s, delayed_s, computed_s = (b - a for a, b in zip(last, now, strict=True))
         worst_s, last = max(worst_s, min(passed_s - delayed_s, computed_s)), now
     assert await counting
-    assert worst_s < 0.05
+    assert worst_s < counted_s[0] / 10
 
 
 def _processor_wait_s() -> float:

@@ -130,3 +130,11 @@ def _fit_to_memory(need: Need, memory: int) -> Need:
     rest = memory - weights - converted
     kv = min(need.kv, max(rest - need.runtime, rest // 2))
     return Need(weights, converted, kv, rest - kv, min(need.kv_floor, kv), need.executor)
+
+
+def find_most_bytes(usual_bytes: int) -> int:
+    """Return the most bytes that an engine uses without a leak, if it usually has `usual_bytes`.
+
+    Nodes restart engines with a leak, and the scheduler does not book what a leak has added.
+    """
+    return max(int(1.25 * usual_bytes), usual_bytes + 64 * MIB)

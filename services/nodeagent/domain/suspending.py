@@ -38,6 +38,7 @@ from shared.contracts.base import ErrorBody
 from shared.contracts.engine import EngineLoad
 from shared.contracts.node import RESERVATION, InstanceState, StopInstance, SuspendWay
 from shared.errors import DeadlineExceeded, EngineFailed, InstanceBusy, Unavailable, Unreachable
+from shared.sizing import find_most_bytes
 
 _LOST = frozenset({DeadlineExceeded.code, Unavailable.code, Unreachable.code})
 """Errors of requests without an answer: the engine may have carried them out."""
@@ -46,11 +47,6 @@ IN_HOST_MEMORY: tuple[SuspendWay, ...] = ("cuda", "sleep_cuda")
 LOST_ANSWER_S = 15.0
 """Seconds after the first lost answer to a pause in which an idle engine has to answer: what waits
 for its memory does not wait for the whole drain timeout.
-"""
-LEAK_FACTOR = 1.25
-LEAK_FLOOR = 64 * 1024 * 1024
-"""An engine that uses this much, and this factor, more than after its start has a leak: it is
-restarted instead of suspended.
 """
 
 
@@ -74,12 +70,12 @@ def not_suspendable_reason(state: NodeState, instance: Instance) -> str:
 
 
 def leaks(suspend_state: SuspendState) -> bool:
-    """True if the engine has a leak.
+    """True if the engine has a leak: it is restarted instead of suspended.
 
     Until its first resume an engine may grow to its normal size.
     """
     base, used = suspend_state.base_bytes, suspend_state.used_bytes
-    return suspend_state.resumes > 1 and base > 0 and used > LEAK_FACTOR * base and used > base + LEAK_FLOOR
+    return suspend_state.resumes > 1 and base > 0 and used > find_most_bytes(base)
 
 
 # Suspending
@@ -426,7 +422,7 @@ def _book_leak(transition: Transition, instance: Instance, used: int) -> None:
         return
     booked = transition.state.ledger.bookings.get(instance.instance_id)
     total = booked.bytes_each * len(booked.device_ids) if booked is not None else 0
-    if booked is not None and used > LEAK_FACTOR * total and used > total + LEAK_FLOOR:
+    if booked is not None and used > find_most_bytes(total):
         transition.set_ledger(transition.state.ledger.set_booking(instance.instance_id, booked.device_ids, used, booked.weights))
         transition.park(instance, need_bytes=used, used_bytes=used)
 

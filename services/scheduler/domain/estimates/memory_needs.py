@@ -7,18 +7,12 @@ from services.scheduler.domain.state.measurements import MeasuredMemory, MemoryP
 from services.scheduler.domain.state.transaction import Transaction
 from shared.contracts.models import ModelCard
 from shared.contracts.node import InstanceState, InstanceStatus
-from shared.sizing import need_of
+from shared.sizing import find_most_bytes, need_of
 
 GREW = 1.05
 """A later measurement larger by this factor replaces the first.
 
 After two resumptions it no longer does: growth would then be a leak.
-"""
-LEAK_FACTOR, LEAK_FLOOR = 1.25, 64 * 1024 * 1024
-"""An engine that grows by this factor, and by this many bytes, leaks.
-
-Its first measurement, or its configured need if that is larger, is the basis: a start does not book
-more. Nodes recognize leaks by the same numbers.
 """
 
 
@@ -61,7 +55,7 @@ def learn_memory(tx: Transaction, s: InstanceStatus) -> None:
         return
     info, booked = model.card.info, need_of(model.card)
     first = (old.first_bytes or old.need_bytes) if old is not None else nbytes
-    nbytes = min(nbytes, _find_most_bytes(max(first, booked.total)), _find_budget(tx, s, nbytes))
+    nbytes = min(nbytes, find_most_bytes(max(first, booked.total)), _find_budget(tx, s, nbytes))
     if old is not None and nbytes <= old.need_bytes:
         return
     profile = MemoryProfile(
@@ -81,11 +75,6 @@ def _find_measured_bytes(s: InstanceStatus) -> int:
     if s.state.parked:
         return s.suspension.need_bytes
     return s.memory.private + s.memory.weights if s.state is InstanceState.READY and s.load.completed and s.memory.private else 0
-
-
-def _find_most_bytes(basis: int) -> int:
-    """Return the most bytes that an engine uses without a leak."""
-    return max(int(LEAK_FACTOR * basis), basis + LEAK_FLOOR)
 
 
 def _find_budget(tx: Transaction, s: InstanceStatus, default: int) -> int:
